@@ -431,7 +431,7 @@ def _losses(checkpoint: Path, lineage: Lineage) -> card.Losses | None:
         return None
     # Only if data/pack.json is of these tokens.
     text = PackMetrics.read(METRICS).validation if "pack" in lineage.origins else None
-    return card.Losses(loss, bits_per_byte(loss, text.tokens, text.measured_bytes) if text else None)
+    return card.Losses(loss, bits_per_byte(loss, text.measured_tokens, text.measured_bytes) if text else None)
 
 
 if __name__ == "__main__":

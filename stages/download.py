@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
+from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from stages.base import command, process, publish
@@ -137,8 +138,7 @@ def describe(params: DownloadParams) -> ModelManifest:
             files=_hash(params.model_name, resolved, hub.model_files(resolved)),
             weights=resolved.weights,
             eos_token_id=eos_token_id,
-            bos_token_id=_first(loaded.bos_token_id, getattr(config, "bos_token_id", None)),
-            pad_token_id=_first(loaded.pad_token_id, getattr(config, "pad_token_id", None)),
+            start_token_ids=tokenizer.find_start(Tokenizer.from_str(loaded.content), eos_token_id),
             linears=describe_linears(model, meta.layer_classes(model), directory),
             **meta.fields(model),
             **loaded.fields(),

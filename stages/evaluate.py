@@ -235,7 +235,7 @@ def make_loss(loss: float | None, rows: int, tokens: int, text: RowsMetrics) -> 
     """A loss in nats per token of a text, and what follows from it; None where there is none."""
     if loss is None:
         return None
-    bits = bits_per_byte(loss, text.tokens, text.measured_bytes)
+    bits = bits_per_byte(loss, text.measured_tokens, text.measured_bytes)
     return Loss(rows, tokens, loss, _rounded(perplexity(loss)), None if bits is None else _rounded(bits))
 
 

@@ -173,13 +173,15 @@ class PackedRows(NamedTuple):
 
     def metrics(self) -> RowsMetrics:
         counts = self.counts
-        # Each document that is text has one more, EOS.
-        num_text_tokens = self.num_tokens - counts.num_tokens - (counts.num_documents - counts.num_conversations)
+        # Each document that is text has EOS, too, and perhaps BOS.
+        num_added = counts.num_start + counts.num_documents - counts.num_conversations
+        num_text_tokens = self.num_tokens - counts.num_tokens - num_added
         return RowsMetrics(
             documents=counts.num_documents,
             characters=counts.num_characters,
             bytes=counts.num_bytes,
             tokens=self.num_tokens,
+            start_tokens=counts.num_start,
             characters_per_token=round(counts.num_characters / num_text_tokens, 4) if num_text_tokens else None,
             unknown_share=round(counts.num_unknown / num_text_tokens, 6) if num_text_tokens else None,
             dropped_characters=counts.num_dropped,
@@ -214,9 +216,9 @@ def main() -> None:
 def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packing.MAX_BATCH_TOKENS) -> str:
     """Write the rows and the metrics; return a table of how many there are.
 
-    A document is a row of the corpus. Each document is encoded on its own and ended by the model's EOS token. Documents
-    are joined in the order of the corpus into one stream for training and one for validation; each stream is cut into
-    rows and only its last, partial row is dropped.
+    A document is a row of the corpus. Each document is encoded on its own, begins with BOS if the tokenizer begins
+    texts so, and ends with the model's EOS token. Documents are joined in the order of the corpus into one stream for
+    training and one for validation; each stream is cut into rows and only its last, partial row is dropped.
 
     Args:
         params: What decides the rows.
@@ -355,6 +357,7 @@ def find_tokenizer_spec(params: PackParams, model: ModelManifest) -> encoding.To
         special_tokens=tuple(sorted(special_tokens)),
         vocab_size=model.vocab_size,
         is_fast=params.fast_encoder,
+        start_token_ids=tuple(model.start_token_ids),
     )
 
 

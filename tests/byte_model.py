@@ -38,7 +38,7 @@ def make_model(tokenizer: Tokenizer | None = None, **changes: Any) -> ModelManif
         num_parameters=0, files={"tokenizer.json": FileEntry.of(path)},
         weights=[], tied_weights={}, layer_classes=[], module_classes=[], router_loss_coef=None,
         vocab_size=tokenizer.get_vocab_size(), max_seq_length=None,
-        eos_token_id=EOS, bos_token_id=None, pad_token_id=None,
+        eos_token_id=EOS, start_token_ids=[],
         tokenizer=FileEntry.of_text(tokenizer.to_str()),
     )  # fmt: skip
     model = dataclasses.replace(model, **changes)

@@ -72,8 +72,7 @@ def manifest_of(directory: Path, with_weights: bool) -> ModelManifest:
         weights=hub.weight_files(directory) if with_weights else [],
         **meta.fields(model),
         eos_token_id=0,
-        bos_token_id=None,
-        pad_token_id=None,
+        start_token_ids=[],
         tokenizer=FileEntry.of_text(""),
         linears={adapters.kind(name): adapters.LinearKind(1, 1, 1, None) for name in linears},
     )

@@ -38,11 +38,14 @@ def make_tokenizer() -> Tokenizer:
 TOKENIZER = make_tokenizer()
 
 
-def encoder_of(template: str | None, tokenizer: Tokenizer = TOKENIZER, **values: Any) -> ConversationEncoder:
+def encoder_of(
+    template: str | None, tokenizer: Tokenizer = TOKENIZER, start: tuple[int, ...] = (), **values: Any
+) -> ConversationEncoder:
     """With the defaults of params.yaml."""
     variables = (("bos_token", "<bos>"), ("eos_token", EOS))
     chat = ChatSpec(template, variables, **{"train_on": "assistant", "seq_length": 4096, **values})
-    return ConversationEncoder(spec_of(tokenizer, tokenizer.token_to_id(EOS))._replace(chat=chat))
+    spec = spec_of(tokenizer, tokenizer.token_to_id(EOS))
+    return ConversationEncoder(spec._replace(chat=chat, start_token_ids=start))
 
 
 make_encoder = cache(encoder_of)
@@ -181,6 +184,22 @@ def test_a_plain_prompt_needs_no_template() -> None:
     assert encoded.terminators == {0}
     with pytest.raises(StageError, match=r"has no chat template.*set chat_template"):
         encode(None, LONG)
+
+
+def test_a_plain_prompt_begins_with_the_bos_of_the_tokenizer() -> None:
+    """A conversation begins as its template says."""
+    start = (TOKENIZER.token_to_id("<bos>"),)
+    content = {"prompt": "The sky is", "completion": " blue."}
+    for train_on, expected in (("assistant", f" blue.{EOS}"), ("all", f"The sky is blue.{EOS}")):
+        encoded = encode(None, content, start=start, train_on=train_on)
+        assert text_of(encoded) == f"<bos>The sky is blue.{EOS}"
+        assert trained(encoded) == [expected]
+        assert encoded.tokens[0] & (START | WHOLE) == START | WHOLE and not any(encoded.tokens[1:] & START)
+    length = len(encoded.tokens)
+    encode(None, content, start=start, seq_length=length)
+    with pytest.raises(AssertionError, match=f"longer than a row: {length} tokens"):
+        encode(None, content, start=start, seq_length=length - 1)
+    assert text_of(encode(CHATML, turns("a", "b"), start=start)) == text_of(encode(CHATML, turns("a", "b")))
 
 
 THOUGHTS = turns("1", "<think>\nhm\n</think>\n\none", "2", "<think>\nwell\n</think>\n\ntwo")

@@ -135,7 +135,7 @@ def write_rows(num_rows: int = 7, length: int = LENGTH) -> None:
     Dataset(features, shards).write(VALIDATION)
     # With the tokens of a partial row, which pack drops.
     tokens = num_rows * length + length // 2 if num_rows else 0
-    write_pack_metrics("", packed_text(bytes=tokens, tokens=tokens, rows=num_rows))
+    write_pack_metrics("", packed_text(bytes=tokens, tokens=tokens + 9, start_tokens=9, rows=num_rows))
     if MODEL.exists():
         write_lineage()
 

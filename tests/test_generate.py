@@ -161,7 +161,7 @@ def test_the_text_ends_before_the_eos(text_of: Command) -> None:
 
 
 def test_a_prompt_is_encoded_as_the_pack_stage_encodes_a_document() -> None:
-    """Without the BOS and EOS that a tokenizer adds, and its special tokens are text."""
+    """With the BOS that a tokenizer adds, without its EOS, and its special tokens are text."""
     tokenizer = kinds.make("BPE of bytes")
     tokenizer.post_processor = TemplateProcessing(
         single="<s> $A </s>", special_tokens=[(token, tokenizer.token_to_id(token)) for token in ("<s>", "</s>")]
@@ -169,8 +169,10 @@ def test_a_prompt_is_encoded_as_the_pack_stage_encodes_a_document() -> None:
     tokenizer.save("tokenizer.json")
     loaded = PreTrainedTokenizerFast(tokenizer_file="tokenizer.json", bos_token="<s>", eos_token="</s>")
     for text in ("the other", "</s> in <s>"):
-        (expected,) = kinds.encode(Encoder(kinds.spec_of(tokenizer)), text)
+        spec = kinds.spec_of(tokenizer)._replace(start_token_ids=(tokenizer.token_to_id("<s>"),))
+        (expected,) = kinds.encode(Encoder(spec), text)
         assert loaded(text).input_ids != expected
+        assert loaded(text).input_ids[0] == expected[0]
         assert generation.encode(loaded, text).tolist() == [expected]
 
 

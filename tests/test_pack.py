@@ -199,6 +199,20 @@ def test_trap_25_truncation_padding_and_added_tokens_of_the_tokenizer_are_disabl
     assert decode_documents(byte_tokenizer(), tokens("train")) == ["xyzxyz"]
 
 
+@pytest.mark.parametrize("fast_encoder", [True, False])
+def test_each_document_begins_as_the_tokenizer_begins_a_text(fast_encoder: bool) -> None:
+    """With BOS, as Llama and Gemma do, whose users do not turn it off."""
+    make_model(start_token_ids=[BOS])
+    documents = ["xyz", f"x{BOS_SPELLING}", "xyz"]  # a text that occurs twice is encoded once
+    make_corpus([documents, ["validation"]])
+    found = run(seq_length=5, fast_encoder=fast_encoder)["train"]
+    tokenizer = byte_tokenizer()
+    tokenizer.encode_special_tokens = True
+    stream = [token for text in documents for token in (BOS, *tokenizer.encode(text).ids, EOS)]
+    assert tokens("train") == stream[: len(stream) // 5 * 5]
+    assert (found["tokens"], found["start_tokens"], found["characters_per_token"]) == (len(stream), 3, 1)
+
+
 def make_ninefold_corpus() -> None:
     """Of which each split has several batches."""
     make_model()
@@ -390,7 +404,7 @@ def test_unknown_tokens_and_dropped_characters_are_counted() -> None:
     assert found["train"] == {
         "documents": 1, "characters": 7, "bytes": 7, "tokens": 5, "rows": 2, "characters_per_token": 1.75,
         "unknown_share": 0.5, "dropped_characters": 0, "duplicates": 0,
-        "conversations": None,
+        "conversations": None, "start_tokens": 0,
     }  # fmt: skip
     assert found["validation"]["unknown_share"] == 0
     vocab = {token: index for index, token in enumerate(["</s>", *"abĠ"])}  # some bytes, no unknown token

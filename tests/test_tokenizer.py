@@ -10,13 +10,14 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from stages.base.errors import StageError
 from stages.base.files import FileEntry
 from stages.base.publish import read_json, write_json, write_text
 from stages.model.manifest import TOKENIZER, ModelManifest
-from stages.model.tokenizer import check_exported, compared_with_file, load
+from stages.model.tokenizer import check_exported, compared_with_file, find_start, load
 from stages.pack import PackParams, find_tokenizer_spec
 from stages.tokenizing.comparison import Differs
 from stages.tokenizing.encoding import Encoder
@@ -74,12 +75,26 @@ def test_an_exported_model_encodes_as_it_was_trained(family: str) -> None:
     directory = write_model(family, kind, tokenizer_class=name)
     download_model(directory)
     loaded = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    expected = [loaded(text, add_special_tokens=False, split_special_tokens=True).input_ids for text in TEXTS]
+    start = [loaded.convert_tokens_to_ids("[CLS]")] * (name == "BertTokenizer")
+    expected = [start + loaded(text, add_special_tokens=False, split_special_tokens=True).input_ids for text in TEXTS]
     for is_fast in (False, True):
         try:
             assert [packed(text, is_fast) for text in TEXTS] == expected
         except Differs:  # the fast one then encodes nothing
             assert is_fast
+
+
+def test_a_document_has_the_tokens_that_users_of_the_model_give_it() -> None:
+    """With BOS where the tokenizer adds it, and EOS."""
+    directory = write_model("llama", "BPE of bytes")
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    ids = [(token, tokenizer.token_to_id(token)) for token in ("<s>", "</s>")]
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=ids)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    download_model(directory)
+    loaded = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    for text in TEXTS:
+        assert [*packed(text, is_fast=False), 0] == loaded(text, split_special_tokens=True).input_ids
 
 
 def test_what_tokenizer_json_alone_gives_is_said() -> None:
@@ -145,10 +160,26 @@ def test_a_tokenizer_config_of_other_types_is_refused(config: dict[str, Any], pr
         load(write_model("llama", "BPE of bytes", **config))
 
 
+@pytest.mark.parametrize(
+    ("template", "eos", "start"),
+    [
+        ("$A", "</s>", []), ("<s> $A", "</s>", ["<s>"]), ("<s> $A </s>", "</s>", ["<s>"]), ("$A </s>", "</s>", []),
+        ("<unk> <s> $A", None, ["<unk>", "<s>"]), ("</s> $A", "</s>", []),
+    ],
+)  # fmt: skip
+def test_what_the_tokenizer_puts_before_a_text_is_known(template: str, eos: str | None, start: list[str]) -> None:
+    tokenizer = make("BPE of bytes")
+    ids = {token: tokenizer.token_to_id(token) for token in ("<s>", "</s>", "<unk>")}
+    tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=[*ids.items()])
+    tokenizer.enable_padding(length=9)
+    assert find_start(tokenizer, eos and ids[eos]) == [ids[token] for token in start]
+
+
 def download_model(directory: Path) -> None:
     """Write the files of `download` that `pack` reads."""
     loaded = load(directory)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    model = make_model(tokenizer, vocab_size=tokenizer.get_vocab_size() + 8)
+    start = find_start(Tokenizer.from_str(loaded.content), loaded.eos_token_id)
+    model = make_model(tokenizer, vocab_size=tokenizer.get_vocab_size() + 8, start_token_ids=start)
     dataclasses.replace(model, **loaded.fields()).write()
     write_text(TOKENIZER, loaded.content)

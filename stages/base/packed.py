@@ -91,11 +91,12 @@ class RowsMetrics:
     bytes: int
     """Of that text in UTF-8."""
     tokens: int
-    """Including an EOS token for each document, and those of the partial row that is dropped."""
+    """Including those that begin and end each document, and those of the partial row that is dropped."""
     characters_per_token: float | None
-    """EOS tokens not counted; null: there is no text."""
+    """BOS and EOS not counted; null: there is no text."""
     unknown_share: float | None
-    """Of the tokens, EOS not counted, those that replace what the vocabulary cannot express; null: there is no text."""
+    """Of the tokens, BOS and EOS not counted, those that replace what the vocabulary cannot express; null: there is no
+    text."""
     dropped_characters: int
     """That leave no token, not even the unknown one, or lose a part of their bytes."""
     rows: int
@@ -103,11 +104,18 @@ class RowsMetrics:
     """Documents that are held out by their content, and equal to an earlier one."""
     conversations: ConversationMetrics | None = None
     """Null: the corpus has none, and the tokens of all documents are trained."""
+    start_tokens: int = 0
+    """Of the tokens, those that the tokenizer puts before a text, such as BOS."""
 
     @property
     def measured_bytes(self) -> int:
-        """Bytes of the text that a loss of all `tokens` is about; 0: not known, as of conversations."""
+        """Bytes of the text that a loss is about; 0: not known, as of conversations."""
         return 0 if self.conversations else self.bytes
+
+    @property
+    def measured_tokens(self) -> int:
+        """Tokens of that text, with the EOS of each document: of BOS a loss says nothing."""
+        return self.tokens - self.start_tokens
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
 
 from stages.base.errors import StageError, one_line
+from stages.model.tokenizer import find_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,11 +47,13 @@ def load_tokenizer(directory: Path) -> Any:
 def encode(tokenizer: Any, text: str) -> Tensor:
     """The tokens of the beginning of a document, as `pack` encodes it: (1, T) int64.
 
-    Without BOS, which many tokenizers put first, but which is in no training row; without EOS, after which another
-    document begins. The spelling of a special token is text.
+    With the BOS that the tokenizer puts first, without EOS, after which another document begins. The spelling of a
+    special token is text.
     """
     ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
-    return torch.tensor([ids], dtype=torch.long)
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # that of a model of others may have none
+    start = find_start(backend, tokenizer.eos_token_id) if backend else []
+    return torch.tensor([start + ids], dtype=torch.long)
 
 
 def max_length(model: "PreTrainedModel") -> int:

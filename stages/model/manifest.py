@@ -64,8 +64,9 @@ class ModelManifest(SealedJsonFile):
     max_seq_length: int | None
     """Tokens; null where the model has no limit."""
     eos_token_id: int
-    bos_token_id: int | None
-    pad_token_id: int | None
+    """Ends each document."""
+    start_token_ids: list[int]
+    """Begin each document, such as BOS: what the tokenizer puts before a text."""
     tokenizer: FileEntry
     """Of `TOKENIZER`."""
     special_tokens: dict[str, str] = field(default_factory=dict)

@@ -5,6 +5,7 @@ its own way, and added tokens may be in tokenizer_config.json alone.
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ TEXTS = (
 _BEGINNINGS = (" a", "  a", "   a", "\na", "\n\n a")
 _AROUND = ("{}", " {} a", "a{}b")
 """An added token alone and among others."""
+_ANY = (1 << 32) - 1
+"""The id of no token: it stands for those of a text."""
 
 
 class ModelTokenizer(NamedTuple):
@@ -41,8 +44,6 @@ class ModelTokenizer(NamedTuple):
     chat_templates: dict[str, str]
     """By name: `default`, `tool_use`, ..."""
     eos_token_id: int | None
-    bos_token_id: int | None
-    pad_token_id: int | None
 
     def fields(self) -> dict[str, Any]:
         """Those of the model manifest."""
@@ -80,8 +81,23 @@ def load(directory: Path) -> ModelTokenizer:
             raise StageError(
                 f"{directory}: the chat template {key} is a {type(template).__name__}, not text: correct it in a copy"
             )
-    ids = tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id
-    return ModelTokenizer(name, backend.to_str(), tokenizer.special_tokens_map, templates, *ids)
+    content, names = backend.to_str(), tokenizer.special_tokens_map
+    return ModelTokenizer(name, content, names, templates, tokenizer.eos_token_id)
+
+
+def find_start(tokenizer: Tokenizer, eos_token_id: int | None) -> list[int]:
+    """The ids that a tokenizer puts before each text, such as BOS, without those that it puts after it.
+
+    Never EOS, which some models also have as BOS: in rows it ends documents.
+    """
+    if tokenizer.post_processor is None:
+        return []
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    text = tokenizer.encode([], is_pretokenized=True, add_special_tokens=False)
+    text.pad(1, pad_id=_ANY)
+    ids = tokenizer.post_processor.process(text).ids
+    return [*takewhile(lambda token: token not in (_ANY, eos_token_id), ids)]
 
 
 def compared_with_file(tokenizer: ModelTokenizer, directory: Path) -> str | None:
@@ -134,7 +150,7 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int] | str]
     found: list[list[int] | str] = []
     for text in texts:
         try:
-            found.append(tokenizer.encode(text, add_special_tokens=False).ids)
+            found.append(tokenizer.encode(text).ids)
         except Exception as error:  # the only class that `tokenizers` raises: a word that it cannot express
             found.append(str(error))
     return found

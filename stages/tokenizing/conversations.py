@@ -78,7 +78,7 @@ class ConversationEncoder:
                 f"the EOS token of {spec.path} is a character that text may contain, so it cannot end the turns of "
                 "conversations: choose a model whose EOS token is a special one"
             )
-        self._eos = eos[0]
+        self._eos, self._start = eos[0], spec.start_token_ids
         self._terminator = re.compile(rf"\s*(?:{self._renamed.pattern})")
         self._ends = re.compile(rf"(?:{self._renamed.pattern})\s*\Z")
         self._template = ChatTemplate(spec.chat)
@@ -112,9 +112,10 @@ class ConversationEncoder:
         return {index for index in found if not any(messages[index].get(flag) in (False, 0) for flag in FLAGS)}
 
     def _encode_text(self, prompt: str, completion: str) -> Encoded:
-        """A prompt and what follows it: no template, and EOS at the end, as of any document."""
+        """A prompt and what follows it: no template, but what begins and ends any document."""
         text = prompt + completion + self._eos
-        return self._tokens(text, [Span(0 if self._chat.train_on == "all" else len(prompt), len(text))], {}, {})
+        span = Span(0 if self._chat.train_on == "all" else len(prompt), len(text))
+        return self._tokens(text, [span], {}, {}, self._start)
 
     def _encode(self, conversation: Conversation, wanted: set[int]) -> Encoded:
         if self._special.search("\n".join(names_in(conversation))):
@@ -235,9 +236,12 @@ class ConversationEncoder:
         # Of two in a row, as in Command, the one that ends a generation.
         return text, end + len(self._eos) * text.startswith(self._eos, end)
 
-    def _tokens(self, text: str, spans: list[Span], strings: dict[str, int], left_out: dict[str, int]) -> Encoded:
-        """Encode a rendering; a token is trained where any of its characters is."""
-        encoding = self._encoded(text)
+    def _tokens(
+        self, text: str, spans: list[Span], strings: dict[str, int], left_out: dict[str, int],
+        beginning: tuple[int, ...] = (),
+    ) -> Encoded:  # fmt: skip
+        """Encode a rendering, after the ids of `beginning`; a token is trained where any of its characters is."""
+        encoding = self._encoded(text, len(beginning))
         ids = np.array(encoding.ids, np.uint32)
         covered = np.zeros(len(text) + 1, np.int64)
         for start, end in spans:
@@ -245,10 +249,11 @@ class ConversationEncoder:
         covered = covered.cumsum()  # trained characters before each one
         begin, end = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
         is_trained = covered[np.maximum(end, np.minimum(begin + 1, len(text)))] > covered[begin]
-        is_trained[:1] = False  # nothing precedes it
+        is_trained[:1] &= bool(beginning)  # otherwise nothing precedes it
         if not is_trained.any():
             raise Refused("nothing of it is trained")
         ids |= np.where(is_trained, TRAINED, 0).astype(np.uint32)
+        ids = np.append(np.array(beginning, np.uint32), ids)
         ids[0] |= START | WHOLE
         turns = [[self._ids[name] for name in self._renamed.findall(text, *span)] for span in spans]
         terminators = frozenset(tokens[-1] for tokens in turns if tokens)
@@ -256,8 +261,8 @@ class ConversationEncoder:
         inner = frozenset(token for tokens in turns for token in tokens[:-1] if self._chat.train_on != "all")
         return Encoded(ids, terminators, inner, strings, left_out)
 
-    def _encoded(self, text: str) -> Encoding:
-        """Encode a rendering: it has the special tokens of the template, and no others."""
+    def _encoded(self, text: str, num_before: int = 0) -> Encoding:
+        """Encode a rendering that follows some tokens: it has the special tokens of the template, and no others."""
         if len(text) > self._max_chars:
             raise Refused(f"longer than a row: {len(text):,} characters")
         try:
@@ -265,8 +270,8 @@ class ConversationEncoder:
         except Exception as error:  # the only class that `tokenizers` raises
             raise Refused(f"the tokenizer cannot encode it: {one_line(error)}") from None
         ids = np.array(encoding.ids, np.uint32)
-        if len(ids) > self._chat.seq_length:
-            raise Refused(f"longer than a row: {len(ids):,} tokens, and seq_length is {self._chat.seq_length:,}")
+        if (length := num_before + len(ids)) > self._chat.seq_length:
+            raise Refused(f"longer than a row: {length:,} tokens, and seq_length is {self._chat.seq_length:,}")
         written = sum(self._ids[name] in self._counted for name in self._renamed.findall(text))
         if np.isin(ids, [*self._counted]).sum() != written:
             raise Refused("a content gives a special token")

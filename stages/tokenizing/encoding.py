@@ -78,6 +78,8 @@ class TokenizerSpec(NamedTuple):
     """Whether the fast tokenizer may encode."""
     chat: ChatSpec | None = None
     """None: the corpus has no conversations."""
+    start_token_ids: tuple[int, ...] = ()
+    """Begin each document, such as BOS."""
 
     @property
     def dtype(self) -> np.dtype[np.integer[Any]]:
@@ -142,6 +144,7 @@ class Encoder:
         special = self._renamed.keys() - {spec.unk_token_id} | {spec.eos_token_id}
         self._is_special = np.zeros(spec.vocab_size, np.bool_)  # of each id
         self._is_special[[token_id for token_id in special if token_id < spec.vocab_size]] = True
+        self._start = np.array(spec.start_token_ids, np.uint32)
         self._added = self._tokenizer.get_added_tokens_decoder()
         self._known = np.zeros(sys.maxunicode + 1, np.uint8)  # of each character
         self._plain = b""  # ASCII characters that were seen, are not dropped, and do not differ
@@ -164,7 +167,7 @@ class Encoder:
         self._comparison.check_all(added, choosy)
 
     def encode(self, documents: pa.StringArray) -> Iterator[EncodedBatch]:
-        """Yield the documents' tokens, each document with EOS at its end, in batches of some documents.
+        """Yield the documents' tokens, each with those that begin and end a document, in batches of some documents.
 
         Raises:
             StageError: the tokenizer gives ids that the model does not know, or cannot encode a document.
@@ -244,10 +247,12 @@ class Encoder:
         else:
             documents = encode(self._tokenizer, strings)
         end = np.array([self._spec.eos_token_id], np.uint32)
-        tokens = self._narrow(np.concatenate([part for document in documents for part in (document, end)]))
+        whole = [part for document in documents for part in (self._start, document, end)]
+        tokens = self._narrow(np.concatenate(whole))
         self._check(tokens, len(documents))
         if len(documents) < len(batch):
-            starts = np.cumsum([0, *(len(document) + 1 for document in documents)], dtype=np.int32)
+            num_added = len(self._start) + 1
+            starts = np.cumsum([0, *(len(document) + num_added for document in documents)], dtype=np.int32)
             lists = pa.ListArray.from_arrays(arrow.from_numpy(starts), arrow.from_numpy(tokens))
             tokens = np.from_dlpack(lists.take(different.indices).flatten()).view(self._spec.dtype)
         return tokens, num_slow
@@ -261,11 +266,12 @@ class Encoder:
             )
         return ids.astype(self._spec.dtype)
 
-    def _check(self, tokens: Tokens, num_ends: int) -> None:
-        """Raise if there are more special tokens than the EOS that ends each document."""
+    def _check(self, tokens: Tokens, num_documents: int) -> None:
+        """Raise if there are more special tokens than those that begin and end each document."""
         found = tokens[self._is_special[tokens]]
-        if len(found) > num_ends:  # the first of a single document is in its text
-            token_id = int(found[0])
+        num_before = np.count_nonzero(self._is_special[self._start])
+        if len(found) > (num_before + 1) * num_documents:
+            token_id = int(found[num_before])  # of a single document, the first that is in its text
             token = self._renamed.get(token_id) or self._tokenizer.id_to_token(token_id)
             raise _Refused(f"its text gives the special token {token!r}")
 

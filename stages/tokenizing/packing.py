@@ -149,6 +149,8 @@ class Counts:
     num_characters: int = 0
     num_bytes: int = 0
     """Of the text in UTF-8."""
+    num_start: int = 0
+    """Tokens that begin documents that are text, such as BOS."""
     num_unknown: int = 0
     """Tokens that replace what the vocabulary cannot express."""
     num_dropped: int = 0
@@ -236,8 +238,10 @@ def encode(task: BatchTask) -> BatchResult:
 def _documents(documents: pa.StringArray, spec: TokenizerSpec) -> Iterator[tuple[Tokens, Counts]]:
     unknown, num_ended = spec.unk_token_id, 0
     for tokens, num_dropped, num_slow in make_encoder(spec).encode(documents):
+        num_documents = int(np.count_nonzero(tokens == spec.eos_token_id))  # it ends each, nowhere else
         counts = Counts(
-            num_documents=int(np.count_nonzero(tokens == spec.eos_token_id)),  # it ends each, nowhere else
+            num_documents=num_documents,
+            num_start=num_documents * len(spec.start_token_ids),
             num_unknown=0 if unknown is None else int(np.count_nonzero(tokens == unknown)),
             num_dropped=num_dropped,
             num_slow=num_slow,
