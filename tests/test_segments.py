@@ -1,6 +1,7 @@
 """Parts of a run are trained again and compared; a forged checkpoint is found."""
 
 import json
+import os
 import pickle
 import re
 import shutil
@@ -22,9 +23,11 @@ from stages.checkpointing.layout import CheckpointManifest, step_name, verify
 from stages.checkpointing.run import packages
 from stages.checkpointing.state import Place
 from stages.launching import segments as segments_module
-from stages.launching.place import device
+from stages.launching.place import device, variables
 from stages.launching.runtime import TrainRuntime
 from stages.launching.segments import Segment, find
+from stages.training.environment import set_environment
+from stages.training.params import TrainParams
 from tests.project import REPO, Project, flip_bit
 from tests.ranks import Ranks
 from tests.trainings import write_checkpoint
@@ -162,6 +165,7 @@ def test_what_may_give_other_bits_is_named(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], obstacle: str | None
 ) -> None:
     monkeypatch.setattr(segments_module, "variables", dict)  # as this machine may set some
+    monkeypatch.setattr(segments_module, "set_environment", lambda params: None)
     given = {"place": None, "packages": packages(), "start": 3, **change}
     states = {6: mock.Mock(place=given["place"])}
     manifests = {3: mock.Mock(step=3), 6: mock.Mock(packages=given["packages"])}
@@ -170,6 +174,21 @@ def test_what_may_give_other_bits_is_named(
     segment = Segment(given["start"] and Path(step_name(3)), Path(step_name(6)))
     found = segments_module.find_obstacle(mock.Mock(), segment)
     assert found is None if obstacle is None else re.search(obstacle, found or "")
+
+
+def test_what_a_training_sets_for_itself_is_no_other_hardware(
+    monkeypatch: pytest.MonkeyPatch, params: TrainParams
+) -> None:
+    """Otherwise a part of a deterministic training that gives other bits would be `unknown`, as on another machine."""
+    run = mock.Mock(params=replace(params, deterministic=True))
+    with mock.patch.dict(os.environ):
+        set_environment(run.params)  # as its ranks did
+        place = replace(PLACE, variables=variables())
+        assert "CUBLAS_WORKSPACE_CONFIG" in place.variables
+    monkeypatch.setattr(segments_module.TrainState, "of", lambda path: mock.Mock(place=place))
+    monkeypatch.setattr(segments_module.CheckpointManifest, "read", lambda path: mock.Mock(packages=packages()))
+    with mock.patch.dict(os.environ):
+        assert segments_module.find_obstacle(run, Segment(None, Path(step_name(6)))) is None
 
 
 def test_what_another_run_has_trained_is_not_trained_again(tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ def find_obstacle(run: Run, segment: Segment) -> str | None:
     place = state.place
     if place and place.threads is None and not torch.cuda.is_available():
         return "it is not recorded with how many threads each rank computed"
+    set_environment(run.params)  # as each rank does, before it records its variables
     # `train_again` takes its ranks and threads.
     here = place and dataclasses.replace(place, device=device(), nodes=1, variables=variables())
     if others := differences(manifest, place, here) if here else []:
@@ -120,7 +121,6 @@ def train_again(run: Run, runtime: TrainRuntime, segment: Segment) -> dict[str, 
             shutil.copytree(segment.start, run.directory / segment.start.name, copy_function=publish.link)
         decision = begin(run, "auto")
         ranks = torchrun.Ranks(torchrun.count_local_ranks(again.nproc_per_node))
-        set_environment(run.params, 1)
         if place and place.threads:  # where it goes on from a checkpoint, the ranks take that number themselves
             os.environ["OMP_NUM_THREADS"] = str(place.threads)
         Launch(run.params, again, run.identity, decision).hand_over()
