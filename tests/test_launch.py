@@ -1,6 +1,7 @@
 """The launcher: what it does with a run that is finished, and with one that cannot continue."""
 
 import errno
+import io
 import json
 import os
 import re
@@ -10,9 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -29,7 +30,7 @@ from stages.checkpointing.layout import list_checkpoints, step_name
 from stages.checkpointing.lock import rank_lock
 from stages.checkpointing.run import describe
 from stages.checkpointing.state import TrainMetrics
-from stages.launching import remedies
+from stages.launching import remedies, sbatch
 from stages.launching.runtime import TrainRuntime
 from stages.ranks import handoff, torchrun, watchdog
 from stages.ranks.signals import INTERRUPTED
@@ -77,6 +78,47 @@ def test_a_job_that_was_cancelled_before_it_started_has_not_trained(
         project.set(seed=seed, runtime={"launcher": "sbatch", "resume": resume})
         output = run_here("launch", status=2)
         assert re.fullmatch(r"error: the job has ended, but has not written \S+/step-00000012: if .*\n", output)
+
+
+@contextmanager
+def closed_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have this process print to a terminal that is closed."""
+    reader, writer = os.openpty()
+    os.close(reader)
+    # Nothing is held back, as in a terminal: what cannot be written is an error at once, and none later.
+    stream = io.TextIOWrapper(io.FileIO(writer, "w"), write_through=True)
+    with stream, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", stream)
+        patch.setattr("sys.stderr", stream)
+        yield
+
+
+def test_16_a_job_is_followed_to_its_end_without_a_terminal(
+    here: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its launch would cancel it: `sbatch --wait` dies with the process that has started it."""
+    (here / "slurm").mkdir()
+    (here / "slurm/launch.sbatch").touch()
+    script = tmp_path / "sbatch"
+    script.write_text(
+        '#!/bin/sh\nfor each; do case $each in --output=*) echo a line >> "${each#*=}";; esac; done; exit 3'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv(handoff.LAUNCH, "")  # restored afterwards
+    monkeypatch.setattr(sbatch, "on_stop_signals", lambda stop: None)
+    monkeypatch.setattr(sbatch, "print_line", lambda *_: None)  # the first line was still read
+    run, runtime = describe(load_params(TrainParams)), load_params(TrainRuntime, "runtime")
+    with closed_terminal(monkeypatch):
+        assert sbatch.run_job(run, runtime) == 3
+
+
+def test_15_a_crash_that_nobody_can_read_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """So that `max_restarts` starts the ranks again."""
+    (tmp_path / "torchrun-here").write_text("Traceback\nValueError")
+    started = mock.patch.object(subprocess, "Popen", return_value=mock.Mock(returncode=1))
+    with started, closed_terminal(monkeypatch):
+        assert torchrun.run("stages.train", torchrun.Ranks(1), tmp_path) == torchrun.CRASHED
 
 
 STARTING = """
@@ -270,6 +312,15 @@ def test_ranks_that_wait_for_one_that_still_writes_are_not_ended(
         watch(pieces)
     store.set.assert_called_once_with("signal 0", "9")
     assert "rank 1 on node n2 made no progress" in capsys.readouterr().err
+
+
+def test_15_a_rank_that_hangs_is_ended_without_a_terminal(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = watchdog._Watchdog(Heartbeat(), limit=0, dump_stacks=False)
+    found._store = store = mock.Mock()
+    store.multi_get.return_value = [json.dumps(Note(0, "n1", 7, "saving", 0, False, 1))]
+    with closed_terminal(monkeypatch):
+        found._watch()
+    store.set.assert_called_once_with("signal 0", "9")
 
 
 def test_only_losses_that_were_measured_are_shown() -> None:

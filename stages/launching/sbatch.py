@@ -61,7 +61,7 @@ def run_job(run: Run, runtime: TrainRuntime) -> int:
         )
     except FileNotFoundError:
         raise StageError("runtime.launcher sbatch needs the command sbatch, which is not on PATH") from None
-    print(f"job {name}: Ctrl-C ends it after a save", flush=True)
+    print_line(f"job {name}: Ctrl-C ends it after a save")
     asked = -float("inf")
     while True:
         has_ended = waiting.poll() is not None
