@@ -246,7 +246,7 @@ with handoff.rank():
     ranks = torchrun.Ranks(2)
     with torchrun.shared_directory(ranks) as directory:
         assert torchrun.run("one_fails", ranks, directory, stopping=threading.Event()) == USER_ERROR
-        assert handoff.told_statuses(directory) == {USER_ERROR, INTERRUPTED}
+        assert handoff.told(directory) == {str(USER_ERROR), str(INTERRUPTED)}
 
 
 @pytest.mark.slow
@@ -268,7 +268,7 @@ with handoff.rank():
     stopping, ranks = threading.Event(), torchrun.Ranks(1)
     with torchrun.shared_directory(ranks) as directory, ThreadPoolExecutor() as thread:
         status = thread.submit(torchrun.run, "slow_save", ranks, directory, stopping=stopping)
-        wait_for(lambda: handoff.was_training(directory))
+        wait_for(lambda: handoff.TRAINING in handoff.told(directory))
         stopping.set()
         assert status.result() == INTERRUPTED
 
@@ -352,10 +352,10 @@ def test_a_full_disk_does_not_end_a_rank_that_tells_it_is_training(
 ) -> None:
     monkeypatch.setenv(handoff.DIRECTORY, str(tmp_path))
     with mock.patch.object(Path, "touch", side_effect=OSError(errno.ENOSPC, "full")):
-        handoff.tell_training()
-    assert not handoff.was_training(tmp_path)
-    handoff.tell_training()
-    assert handoff.was_training(tmp_path)
+        handoff.tell_launcher(handoff.TRAINING)
+    assert not handoff.told(tmp_path)
+    handoff.tell_launcher(handoff.TRAINING)
+    assert handoff.told(tmp_path) == {handoff.TRAINING}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,10 @@ LAUNCH = "TRAINING_LAUNCH"
 PARENT = "TRAINING_PARENT"
 """Environment variable with the process id of the torchrun on this node."""
 
-_ENDED, _TRAINING = "ended-", "training"
+TRAINING = "training"
+"""What a rank tells its launcher when it begins to train: from there on, a signal to stop is followed by a save."""
+
+_TOLD = "told-"
 
 
 @contextmanager
@@ -49,28 +52,16 @@ def die_with_torchrun(number: signal.Signals) -> None:
     process.die_with_parent(number, int(parent) if parent else None)
 
 
-def tell_launcher(status: int) -> None:
-    """Tell the launcher, if there is one, that this rank exits with a status by its own decision."""
+def tell_launcher(what: int | str) -> None:
+    """Tell the launcher, if there is one, the status with which this rank decides to exit, or `TRAINING`."""
     if directory := os.environ.get(DIRECTORY):
-        with suppress(OSError):  # then the launcher takes it for a crash
-            Path(directory, f"{_ENDED}{status}").touch()
+        with suppress(OSError):  # then it takes the end for a crash, or a signal for one before the training
+            Path(directory, f"{_TOLD}{what}").touch()
 
 
-def told_statuses(directory: Path) -> set[int]:
-    """The statuses with which ranks have exited by their own decision."""
-    return {int(path.name.removeprefix(_ENDED)) for path in directory.glob(f"{_ENDED}*")}
-
-
-def tell_training() -> None:
-    """Tell the launcher, if there is one, that from here on a signal to stop is followed by a save."""
-    if directory := os.environ.get(DIRECTORY):
-        with suppress(OSError):  # then the launcher takes an early signal for one before the training
-            Path(directory, _TRAINING).touch()
-
-
-def was_training(directory: Path) -> bool:
-    """Whether a rank has begun to train."""
-    return Path(directory, _TRAINING).exists()
+def told(directory: Path) -> set[str]:
+    """What ranks have told: statuses, and `TRAINING`."""
+    return {path.name.removeprefix(_TOLD) for path in directory.glob(f"{_TOLD}*")}
 
 
 def claim_error(message: str) -> bool:

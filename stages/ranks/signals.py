@@ -49,7 +49,7 @@ class StopSignal:
         """From here on, signals are remembered."""
         if self._is_training:
             return
-        handoff.tell_training()
+        handoff.tell_launcher(handoff.TRAINING)
         with self._lock:
             self._is_training = True
 

@@ -212,14 +212,14 @@ def run(
     if started.returncode == 0:
         return 0
     refresh([directory])  # other nodes have written into it
-    told = handoff.told_statuses(directory)
+    told = handoff.told(directory)
     is_stopping = stopping is not None and stopping.is_set()
     # The others lost the connection, or were ended: one that torchrun ends early says that it was interrupted.
     for status in (INTERRUPTED, USER_ERROR) if is_stopping else (USER_ERROR, INTERRUPTED):
-        if status in told:
+        if str(status) in told:
             return status
     # A signal may end torchrun, or a rank, before it can say a word: then no rank has trained a step.
-    if is_stopping and not handoff.was_training(directory):
+    if is_stopping and handoff.TRAINING not in told:
         return INTERRUPTED
     with suppress(OSError):  # a terminal that is closed: `max_restarts` may start them again nevertheless
         for line in _reports(directory, ranks.num_nodes or 1):
