@@ -214,8 +214,11 @@ def test_what_is_adopted_stays_whatever_happens_to_the_other_run(
         files = {name: FileEntry.of(path / name) for name in ("model/shard", "state.json", "history.tsv")}
         replace(CheckpointManifest.read(path), files=files).write(path)
     (other.directory / step_name(4) / "model/shard").write_text("too long")  # it may turn out later, too
-    chosen = decision.begin(own, "auto")
     adopted = own.directory / step_name(2)
+    adopted.mkdir(parents=True)
+    (adopted / "part").touch()  # of a checkpoint that somebody copies
+    chosen = decision.begin(own, "auto")
+    assert (adopted.with_suffix(".damaged") / "part").exists()
     assert (chosen.action, chosen.checkpoints) == ("adopt", [adopted])
     assert (adopted / "model/shard").stat().st_nlink == 1 + has_links
     before = CheckpointManifest.read(other.directory / step_name(2))

@@ -1,12 +1,14 @@
 """Take a checkpoint of another run into the directory of a run, which then resumes from it as from its own."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 from stages.base import publish
 from stages.base.files import FileEntry
 from stages.base.history import HISTORY, SPEED, History
 from stages.base.identity import Adoption
+from stages.checkpointing import retention
 from stages.checkpointing.layout import CheckpointManifest, verify
 from stages.checkpointing.run import Run, differences
 from stages.checkpointing.state import STATE, TrainState
@@ -28,7 +30,10 @@ def adopt(run: Run, checkpoint: Path) -> Path:
     if not _validates_same_rows(run, manifest):  # losses that nobody may compare with ours
         history = history.without("validation_loss")
     tensors = {name: entry for name, entry in manifest.files.items() if "/" in name}
-    with publish.directory(run.directory / checkpoint.name) as target:
+    path = run.directory / checkpoint.name
+    if os.path.lexists(path):  # no checkpoint: a part of one that somebody has copied
+        retention.quarantine(path)
+    with publish.directory(path) as target:
         for name in tensors:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             publish.link(checkpoint / name, target / name)
@@ -42,7 +47,7 @@ def adopt(run: Run, checkpoint: Path) -> Path:
             ),
             files=tensors | {name: FileEntry.of(target / name) for name in (STATE, HISTORY, SPEED)},
         ).write(target)  # fmt: skip
-    return run.directory / checkpoint.name
+    return path
 
 
 def _validates_same_rows(run: Run, manifest: CheckpointManifest) -> bool:
