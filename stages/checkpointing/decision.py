@@ -100,8 +100,6 @@ def find(run: Run) -> Found:
 
 
 def _is_complete(checkpoint: Path) -> bool:
-    if not checkpoint.is_dir():
-        return False
     try:
         manifest = verify(checkpoint, contents=False)
         verify(checkpoint, names=[name for name in manifest.files if "/" not in name])  # what the outs are written from
