@@ -53,11 +53,12 @@ def main() -> None:
     is_submitted, before = sbatch.submits(runtime), None
     if is_submitted and decide(run, how_to_resume(runtime), find(run)).action != "finished":
         before = _time_of(last)  # with resume=never, there may be that of an earlier job
-        _exit_unless_finished(sbatch.run_job(run, runtime))
+        if status := sbatch.run_job(run, runtime):
+            sys.exit(status)
     # Also around the outs: another launcher, with resume=never, could delete the checkpoint that they are written from.
     with writer_lock(run.directory, print_line) as set_status:
-        if not is_submitted:
-            _exit_unless_finished(_train(run, runtime, set_status))
+        if not is_submitted and (status := _train(run, runtime, set_status)):
+            sys.exit(status)
         refuse_changed_files(run, runtime)
         refresh([last])  # the ranks may have written it on another node
         if _time_of(last) == before:  # sbatch reports no error of a job that was cancelled while it was pending
@@ -65,11 +66,6 @@ def main() -> None:
         metrics, exported = write_outs(run, last)
     best = "" if exported == last else f", whose best checkpoint is {exported.name}"
     print(table((metrics.steps, "steps", f"{metrics.tokens:,} tokens; run {run.run_id}{best}"), *loss_rows(metrics)))
-
-
-def _exit_unless_finished(status: int) -> None:
-    if status:
-        sys.exit(status)
 
 
 def _time_of(checkpoint: Path) -> int | None:
