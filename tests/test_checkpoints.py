@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -224,18 +225,19 @@ def test_a_copy_that_fails_for_an_asynchronous_save_is_a_clear_error(
         save_thrice(tmp_path, asynchronous=True)
 
 
-def test_a_save_that_has_lost_its_lock_deletes_nothing(mesh: DeviceMesh, tmp_path: Path) -> None:
-    """Another training may write there."""
-
-    def confirm() -> None:
-        raise StageError("the lock is lost")
-
-    model, theirs = torch.nn.Linear(3, 2), tmp_path / "step-00000001.tmp"
-    theirs.mkdir()
-    one = open_saver(False, confirm_lock=confirm)
-    with pytest.raises(StageError, match="the lock is lost"):
-        one.save(tmp_path / theirs.stem, model, trained(model, 3), train_state(), {}, checkpoint_manifest())
-    assert theirs.is_dir()
+@pytest.mark.parametrize(
+    ("error", "is_kept"), [(StageError("the lock is lost"), True), (OSError(errno.ENOSPC, "No space left"), False)]
+)
+def test_a_save_that_fails_deletes_what_it_wrote_unless_its_lock_is_lost(
+    mesh: DeviceMesh, tmp_path: Path, error: Exception, is_kept: bool
+) -> None:
+    """Another training may write there then. A full disk, which may be full of it, also refuses to confirm the lock."""
+    model, written = torch.nn.Linear(3, 2), tmp_path / "step-00000001.tmp"
+    written.mkdir()
+    one = open_saver(False, confirm_lock=mock.Mock(side_effect=error))
+    with pytest.raises(StageError, match=r"the lock is lost|No space left"):
+        one.save(tmp_path / written.stem, model, trained(model, 3), train_state(), {}, checkpoint_manifest())
+    assert written.is_dir() == is_kept
 
 
 def test_a_save_that_fails_while_the_training_fails_is_reported(mesh: DeviceMesh, tmp_path: Path) -> None:

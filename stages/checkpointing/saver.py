@@ -232,7 +232,8 @@ class Saver:
             except StageError:
                 with suppress(StageError):  # without the lock, another training may write there
                     if dist.get_rank() == 0:  # no other rank writes any longer
-                        self._confirm_lock()
+                        with suppress(OSError):  # of a full disk, which says nothing of the lock
+                            self._confirm_lock()
                         shutil.rmtree(_temporary(directory), ignore_errors=True)  # the disk may be full of it
                 raise
         self._publish_once(directory, tensors, small)
