@@ -39,7 +39,7 @@ from stages.checkpointing.layout import (
 )
 from stages.checkpointing.lock import try_writer_lock
 from stages.checkpointing.pointer import RunPointer, pointer_path
-from stages.checkpointing.run import Run, describe
+from stages.checkpointing.run import describe
 from stages.launching.runtime import TrainRuntime
 from stages.training.params import TrainParams
 
@@ -63,7 +63,7 @@ def main() -> None:
     elif arguments.command == "verify":
         _verify(runs)
     else:
-        _prune(runs, describe(params), arguments)
+        _prune(runs, params, arguments)
 
 
 def _list(runs: list[Path], params: TrainParams) -> None:
@@ -116,11 +116,12 @@ def _verify(runs: list[Path]) -> None:
         raise StageError(*damaged)
 
 
-def _prune(runs: list[Path], current: Run, arguments: argparse.Namespace) -> None:
-    pointed = _pointed(current.params.experiment_name)
+def _prune(runs: list[Path], params: TrainParams, arguments: argparse.Namespace) -> None:
+    current = describe(params).run_id if arguments.other_runs else None  # the data need not be there otherwise
+    pointed = _pointed(params.experiment_name)
     freed: list[int] = []  # bytes
     verb = "deleting" if arguments.yes else "would delete"
-    again = checkpoint_root(current.params.experiment_name) / AGAIN
+    again = checkpoint_root(params.experiment_name) / AGAIN
     if again.exists():
         with open_lock(publish.lock_file(again)) as lock:
             if try_exclusive(lock):  # else `lineage segments` is training there
@@ -138,7 +139,7 @@ def _prune(runs: list[Path], current: Run, arguments: argparse.Namespace) -> Non
             if not is_locked:
                 print(f"{printable(directory)} is being trained: skipped")
                 continue
-            if arguments.other_runs and directory.name != current.run_id:
+            if current and directory.name != current:
                 paths = [*retention.list_leftovers(directory), *list_checkpoints(directory)]
             else:
                 paths = list(_expendable(directory))

@@ -367,6 +367,8 @@ def test_checkpoints_are_listed_and_verified(two_runs: tuple[Path, Path]) -> Non
     assert output.count("current run") == 3 and output.count("in run.json") == 1
     Path("data/model.json").unlink()
     assert "current run" not in run_here("checkpoints", "list"), "which it is depends on the model"
+    assert "would be freed" in run_here("checkpoints", "prune"), "as where the disk is too full to make the data again"
+    assert "data/model.json" in run_here("checkpoints", "prune", "--other-runs", status=2)
 
     assert run_here("checkpoints", "verify").count("is valid") == 7
     (other / step_name(8) / "state.json").write_text("[]")
