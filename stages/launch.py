@@ -27,8 +27,7 @@ from stages.checkpointing.state import TrainMetrics
 from stages.launching import sbatch
 from stages.launching.console import print_line
 from stages.launching.remedies import remedies
-from stages.launching.runtime import Launch, TrainRuntime, how_to_resume, read_launch
-from stages.model.manifest import ModelManifest
+from stages.launching.runtime import Launch, TrainRuntime, check_ranks, how_to_resume, read_launch
 from stages.ranks import torchrun
 from stages.ranks.signals import INTERRUPTED, on_stop_signals
 from stages.training.environment import set_environment
@@ -155,7 +154,7 @@ def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -
         return 0
     num_nodes = torchrun.num_nodes(runtime.launcher, runtime.num_nodes)
     ranks = torchrun.Ranks(torchrun.count_local_ranks(runtime.nproc_per_node, num_nodes), num_nodes)
-    _check(run, ranks)
+    check_ranks(run, ranks.total, ranks.num_local)  # here, before checkpoints are adopted, or deleted
     decision = begin(run, how_to_resume(runtime))
     print_line(decision.reason)
     stopping = threading.Event()
@@ -185,13 +184,6 @@ def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -
         state = f"{saved[0].name} is saved; {_next_launch(runtime)}" if saved else "no step was done yet"
         print_line(f"interrupted: {state}", sys.stderr)
     return status
-
-
-def _check(run: Run, ranks: torchrun.Ranks) -> None:
-    """Refuse what each rank would, before checkpoints are adopted, or deleted."""
-    run.params.check_context_parallel(ModelManifest.read(), run.seq_length, ranks.num_local)
-    run.params.grad_accum_steps(ranks.total)
-    run.params.fsdp.mesh_shape(ranks.total, ranks.num_local)
 
 
 def _next_launch(runtime: TrainRuntime) -> str:

@@ -30,7 +30,7 @@ from stages.launching.console import log_to, never_silent, print_line
 from stages.launching.hooks import RankHooks
 from stages.launching.place import differences, find_place, fix_threads, start_line
 from stages.launching.remedies import remedies
-from stages.launching.runtime import TrainRuntime, how_to_resume, read_launch
+from stages.launching.runtime import TrainRuntime, check_ranks, how_to_resume, read_launch
 from stages.model.manifest import ModelManifest
 from stages.ranks import handoff
 from stages.ranks.process_group import context_group, device_mesh, process_group
@@ -59,17 +59,15 @@ def train(stop_signal: StopSignal) -> bool:
         )
     # Before the process group come the errors that every rank finds by itself: none waits for another that has ended.
     run, runtime, decided = read_launch()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    set_environment(run.params, num_nodes=world_size // int(os.environ["LOCAL_WORLD_SIZE"]))
+    rank, world_size, ranks_of_node = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    set_environment(run.params, num_nodes=world_size // ranks_of_node)
     set_float32_precision(run.params.tf32)
     if run.params.deterministic:
         use_deterministic_algorithms()
     check_precision(run.params, run.seq_length)
     trackers.check(runtime.tracker)
     run.params.check_packages()
-    run.params.check_context_parallel(ModelManifest.read(), run.seq_length, int(os.environ["LOCAL_WORLD_SIZE"]))
-    run.params.grad_accum_steps(world_size)
-    mesh_shape = run.params.fsdp.mesh_shape(world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
+    mesh_shape = check_ranks(run, world_size, ranks_of_node)
     if runtime.debug:
         logs = run.log_directory / "logs" / run.run_id
         log_to(logs / f"rank-{rank}.log")

@@ -20,6 +20,7 @@ from stages.base.params_file import load_params
 from stages.checkpointing.decision import Decision, Resume
 from stages.checkpointing.retention import CheckpointRuntime
 from stages.checkpointing.run import SINCE_THE_LAUNCH, Run, describe, differences
+from stages.model.manifest import ModelManifest
 from stages.ranks import handoff
 from stages.training.params import TrainParams
 
@@ -143,3 +144,14 @@ def read_launch() -> tuple[Run, TrainRuntime, Decision | None]:
 def how_to_resume(runtime: TrainRuntime, is_restart: bool = False) -> Resume:
     """What a start of the ranks may continue from."""
     return "own" if runtime.resume == "never" and (is_restart or not _is_first_start()) else runtime.resume
+
+
+def check_ranks(run: Run, num_ranks: int, ranks_of_node: int) -> tuple[int, int]:
+    """Refuse ranks that cannot train a run; returns their `FsdpParams.mesh_shape`.
+
+    Raises:
+        StageError: naming the parameter that does not fit them.
+    """
+    run.params.check_context_parallel(ModelManifest.read(), run.seq_length, ranks_of_node)
+    run.params.grad_accum_steps(num_ranks)
+    return run.params.fsdp.mesh_shape(num_ranks, ranks_of_node)
