@@ -432,6 +432,18 @@ def test_a_special_token_looks_other_than_its_name_in_a_text() -> None:
     assert "⟪...⟫" in preview.LEGEND
 
 
+def test_the_turns_of_a_long_conversation_are_decoded_once_each() -> None:
+    decoded: list[int] = []
+
+    def decode(ids: list[int]) -> str:
+        decoded.extend(ids)
+        return "a" * len(ids)
+
+    row = np.array([1, 2] * 500, dtype=np.int32)
+    preview.render(row, decode, 0, {1}, document_mask=True)
+    assert len(decoded) < 5 * len(row)  # each beside those before and after it
+
+
 FP32: dict[str, Any] = {"precision": "fp32"}
 LORA: dict[str, Any] = {"precision": "fp32", "lora_r": 8}
 FULL: dict[str, Any] = {"activation_checkpointing": "full"}

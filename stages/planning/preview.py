@@ -68,21 +68,21 @@ def _mark(
     tokens: list[int], is_predicted: list[bool], special: Collection[int], decode: Callable[[list[int]], str]
 ) -> str:
     """The text of some tokens, with brackets around those that are not predicted, and around each special one."""
-    text, done, is_open = "", 0, False
+    text, previous, done, is_open = "", 0, 0, False
 
     def kind(index: int) -> tuple[bool, int | None]:
         return is_predicted[index], index if tokens[index] in special else None
 
     for (predicted, special_index), run in groupby(range(len(tokens)), kind):
         size = sum(1 for _ in run)
-        # Not the run alone: many tokenizers drop the space before the first token that they decode.
-        before, after = (decode(tokens[:end]) for end in (done, done + size))
+        # With the run before it: many tokenizers drop the space before the first token that they decode.
+        before, after = (decode(tokens[previous:end]) for end in (done, done + size))
         piece = after[len(before) :] if after.startswith(before) else decode(tokens[done : done + size])
         if predicted == is_open:
             text += "⟧" if is_open else "⟦"
             is_open = not is_open
         text += piece if special_index is None else f"⟪{piece}⟫"
-        done += size
+        previous, done = done, done + size
     return text + "⟧" * is_open
 
 
