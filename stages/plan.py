@@ -162,7 +162,7 @@ def main() -> None:
         peak, peaks, step = measure_memory(model, params, num_ranks, extra.seq_length, limit)
         if peak is not None and limit is not None:
             could_adapt = params.lora_r is None and bool(model.weights)
-            memory_plan.check_fits(peak, peaks, limit, "plan.gpu_memory_gb", could_adapt)
+            memory_plan.check_fits(peak, peaks, limit, could_adapt)
         rows = preview(params, model)
         plan = dataclasses.replace(
             plan, decayed_parameters=_num_decayed(params, model), num_ranks=num_ranks, peak=peak, peaks=peaks or None
@@ -403,9 +403,9 @@ def _warn_of_held_out(plan: Plan) -> None:
 def _warn_of_modules(params: TrainParams, model: ModelManifest) -> None:
     """Name the linear modules that get no adapter, and why."""
     if params.lora_target_modules == adapters.ALL_LINEAR:
-        kinds = adapters.choose(model.linears, params.lora_target_modules, model.architecture)
-        for name in model.linears.keys() - kinds.keys():
-            print(f"note: {name} gets no adapter: {model.linears[name].problem}")
+        for name, linear in model.linears.items():
+            if linear.problem:
+                print(f"note: {name} gets no adapter: {linear.problem}")
 
 
 def _warn_of_peft(params: TrainParams, model: ModelManifest) -> None:
@@ -416,13 +416,10 @@ def _warn_of_peft(params: TrainParams, model: ModelManifest) -> None:
     built = meta.build(model.directory())
     if problem := adapters.peft_problem(kinds, meta.has_joined_experts(built)):
         print(f"warning: {problem}")
-    chosen = {
-        name: module
-        for name, module in meta.find_linears(built, model.layer_classes).items()
-        if adapters.kind(name) in kinds
-    }
-    name = min(chosen, key=lambda name: min(chosen[name].weight.shape))
-    rows, columns = chosen[name].weight.shape
+    linears = meta.find_linears(built, model.layer_classes)
+    adapted = (name for name in linears if adapters.kind(name) in kinds)
+    name = min(adapted, key=lambda name: min(linears[name].weight.shape))
+    rows, columns = linears[name].weight.shape
     if params.lora_r is not None and params.lora_r > min(rows, columns):
         print(
             f"warning: lora_r is {params.lora_r}, but {adapters.kind(name)} has a matrix of {rows} x {columns}: a rank "
@@ -466,7 +463,7 @@ def launched_nodes(runtime: TrainRuntime, environment: Mapping[str, str]) -> int
     return runtime.num_nodes or (1 if runtime.launcher == "auto" else None)
 
 
-def check(params: TrainParams, runtime: TrainRuntime, num_ranks: int | None, export_dtype: str | None = None) -> Plan:
+def check(params: TrainParams, runtime: TrainRuntime, num_ranks: int | None, export_dtype: str | None) -> Plan:
     """What a training with this number of ranks needs, except memory; None: it is not known before the training.
 
     Args:
@@ -514,9 +511,8 @@ def check_num_ranks(params: TrainParams, num_ranks: int | None) -> None:
 
 
 def estimate(
-    params: TrainParams, model: ModelManifest, train: PackedTokens, validation: PackedTokens,
-    export_dtype: str | None = None,
-) -> Plan:  # fmt: skip
+    params: TrainParams, model: ModelManifest, train: PackedTokens, validation: PackedTokens, export_dtype: str | None
+) -> Plan:
     """What a training of `model` with these parameters needs, and the model that is exported in `export_dtype`.
 
     Raises:

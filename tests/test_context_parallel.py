@@ -291,9 +291,9 @@ def test_what_cannot_be_is_refused_before_the_training(here: Project) -> None:
         params = dataclasses.replace(given, context_parallel=size, total_batch_size=2, **changes)
         runtime = dataclasses.replace(of_here, nproc_per_node=ranks_of_node)
         with pytest.raises(StageError, match=re.escape(f"context_parallel {message}")):
-            plan.check(params, runtime, size)
+            plan.check(params, runtime, size, None)
         if ranks_of_node is None:
-            plan.check(dataclasses.replace(params, context_parallel=1), runtime, 1)
+            plan.check(dataclasses.replace(params, context_parallel=1), runtime, 1, None)
 
 
 def test_a_launch_and_the_doctor_refuse_ranks_that_cannot_share_rows(here: Project) -> None:

@@ -114,16 +114,16 @@ def test_what_the_training_would_lack_is_refused(
         fsdp = dataclasses.replace(params.fsdp, wrap_layer_cls=layers)
         return dataclasses.replace(params, fsdp=fsdp, **changes)
 
-    plan.estimate(changed("LlamaMLP, LlamaDecoderLayer"), llama, ROWS, ROWS)
+    plan.estimate(changed("LlamaMLP, LlamaDecoderLayer"), llama, ROWS, ROWS, None)
     message = r"LlamaForCausalLM has no LlamaDecodrLayer: use LlamaDecoderLayer \(its layers, .*\) or others .*LlamaMLP"
     with pytest.raises(StageError, match=message):
-        plan.estimate(changed("LlamaDecodrLayer"), llama, ROWS, ROWS)
+        plan.estimate(changed("LlamaDecodrLayer"), llama, ROWS, ROWS, None)
     for name in ("torchao", "torchao.optim"):  # the latter is found first, where it was imported before
         monkeypatch.setitem(sys.modules, name, None)
     message = " needs torchao, which is not installed: run `pip install torchao`"
     for name, value in (("optimizer", "adamw_8bit"), ("precision", "fp8")):
         with pytest.raises(StageError, match=f"{name} {value}{message}"):
-            plan.estimate(changed(**{name: value}), llama, ROWS, ROWS)
+            plan.estimate(changed(**{name: value}), llama, ROWS, ROWS, None)
     with pytest.raises(StageError, match=f"optimizer adamw_8bit{message}"):
         make_optimizer(torch.nn.Linear(2, 2), changed(optimizer="adamw_8bit"))
 
@@ -193,17 +193,17 @@ def test_activation_checkpointing_needs_less(params: TrainParams, llama: ModelMa
 def test_what_cannot_fit_is_refused_with_what_would() -> None:
     peak = peak_of(90 * GIB)
     table = {"none": {1: 60 * GIB, 2: 90 * GIB}, "full": {1: 40 * GIB, 2: 50 * GIB, 4: 70 * GIB, 8: 99 * GIB}}
-    memory_plan.check_fits(peak, table, 90 * GIB, "plan.gpu_memory_gb")
+    memory_plan.check_fits(peak, table, 90 * GIB, could_adapt=False)
     message = (
         r"needs 90.000 GiB at the peak of a step, and a GPU has 80.000 GiB \(plan.gpu_memory_gb\): use a batch_size of "
         "at most: 1 with activation_checkpointing none, 4 with activation_checkpointing full$"
     )
     with pytest.raises(StageError, match=message):
-        memory_plan.check_fits(peak, table, 80 * GIB, "plan.gpu_memory_gb")
-    with pytest.raises(StageError, match=r"more ranks, or fsdp\.cpu_offload true"):
-        memory_plan.check_fits(peak, table, 40 * GIB, "plan.gpu_memory_gb")
+        memory_plan.check_fits(peak, table, 80 * GIB, could_adapt=False)
+    with pytest.raises(StageError, match=r"more ranks, or fsdp\.cpu_offload true, or train adapters alone"):
+        memory_plan.check_fits(peak, table, 40 * GIB, could_adapt=True)
     at_most = dataclasses.replace(peak, is_upper_bound=True)  # it may fit
-    memory_plan.check_fits(at_most, table, 40 * GIB, "plan.gpu_memory_gb")
+    memory_plan.check_fits(at_most, table, 40 * GIB, could_adapt=True)
 
 
 def test_what_only_eager_computes_on_cpus_is_an_upper_bound(
@@ -367,7 +367,7 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_refused(
 ) -> None:  # fmt: skip
     here.set(**params, runtime={"ckpt_minutes": None, **runtime})  # ckpt_freq 2, keep_checkpoints 2
     given, saved = load_params(TrainParams), load_params(TrainRuntime, "runtime")
-    plan_of = plan.estimate(given, ModelManifest.read(), PackedTokens.read(plan.TRAIN), ROWS)
+    plan_of = plan.estimate(given, ModelManifest.read(), PackedTokens.read(plan.TRAIN), ROWS, None)
     plan_of = dataclasses.replace(plan_of, **needs)
     free = [expected * plan_of.checkpoint_bytes + plan_of.model_bytes]
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))

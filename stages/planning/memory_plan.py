@@ -60,21 +60,18 @@ def lines(table: Table, limit: int) -> list[str]:
     width = max(len("batch_size"), *map(len, table))
     rows = [f"  {'batch_size':{width}}" + "".join(f"{size:>9}" for size in sizes)]
     for kind, peaks in table.items():
-        cells = [f"{peaks[size] / 2**30:.2f}" if size in peaks else "" for size in sizes]
-        fits = [size in peaks and peaks[size] <= USABLE * limit for size in sizes]
-        rows.append(f"  {kind:{width}}" + "".join(f"{cell:>8}{' ' if fit or not cell else '!'}"
-                                                  for cell, fit in zip(cells, fits, strict=True)))  # fmt: skip
+        cells = {size: f"{peak / 2**30:.2f}{' ' if peak <= USABLE * limit else '!'}" for size, peak in peaks.items()}
+        rows.append(f"  {kind:{width}}" + "".join(f"{cells.get(size, ''):>9}" for size in sizes))
     return [*rows, f"largest batch_size that fits: {_largest_of_each(table, limit) or 'none'}"]
 
 
-def check_fits(peak: PeakMemory, table: Table, limit: int, limit_from: str, could_adapt: bool = False) -> None:
+def check_fits(peak: PeakMemory, table: Table, limit: int, could_adapt: bool) -> None:
     """Refuse what cannot fit, before a GPU is booked for it.
 
     Args:
         peak: With the settings as they are.
         table: Of others, for the message.
-        limit: Bytes of the memory of a GPU.
-        limit_from: Where the limit comes from.
+        limit: Bytes of the memory of a GPU, `plan.gpu_memory_gb`.
         could_adapt: Whether adapters would need less.
 
     Raises:
@@ -88,7 +85,7 @@ def check_fits(peak: PeakMemory, table: Table, limit: int, limit_from: str, coul
         remedy += ", or train adapters alone (lora_r 16)"
     raise StageError(
         f"each rank needs {format_gib(peak.total)} at the peak of a step, and a GPU has {format_gib(limit)} "
-        f"({limit_from}): {remedy}"
+        f"(plan.gpu_memory_gb): {remedy}"
     )
 
 

@@ -125,7 +125,6 @@ def measure(
 
 def padding(manifest: ModelManifest, chosen: Chosen, num_ranks: int, rows: TokenRows) -> Padding:
     """What padded documents cost in the first steps."""
-    assert manifest.eos_token_id is not None, "`plan` refuses a model without one"
     return BatchLoader(rows, chosen.params, manifest.eos_token_id).padding(num_ranks)
 
 
