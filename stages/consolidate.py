@@ -200,18 +200,18 @@ def export(
     # Twice, because the manifest lists what the training meant to save, and the shards contain what it did save.
     _check_listed(checkpoint / layout.MANIFEST, manifest.tensors, trained)
     weights.check(trained)
-    tensors: mapped.Tensors = weights
+    load: mapped.Load = weights.load
     if is_adapted:
         model.verify(model.weights)
         stored = meta.check_headers(reference, headers.read(initial, model.weights))
         scale = settings["lora_alpha"] / settings["lora_r"]
-        tensors = merged.MergedTensors(initial, stored, weights, trained, scale)
+        load = merged.MergedTensors(initial, stored, weights, trained, scale).load
     num_workers = runtime.num_workers or len(os.sched_getaffinity(0))
     # A directory gets its final name after its last file, so a killed run leaves no model that looks finished. That of
     # the adapters gets it first.
     with publish.directory(target) as temporary, ExitStack() as stack:
         digests = mapped.write_safetensors(
-            tensors, expected, temporary, num_workers, meta.stored_dtypes(initial, getattr(torch, dtype)),
+            load, expected, temporary, num_workers, meta.stored_dtypes(initial, getattr(torch, dtype)),
             params.max_shard_size, meta.stored_as(reference),
         )  # fmt: skip
         # Read the files back as the download stage would: the model can be the start of another training.
@@ -272,7 +272,7 @@ def _write_adapter(
     from stages.model import meta
 
     digests = mapped.write_safetensors(
-        weights, specs, directory, num_workers, dict.fromkeys(specs, float32),
+        weights.load, specs, directory, num_workers, dict.fromkeys(specs, float32),
         parts={name: {adapters.stored_name(name): spec.shape} for name, spec in specs.items()}, stem=adapters.STEM,
     )  # fmt: skip
     targets = {name.removesuffix(adapters.A) for name in specs if name.endswith(adapters.A)}

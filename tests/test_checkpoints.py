@@ -173,7 +173,7 @@ def test_an_asynchronous_save_writes_the_bytes_of_a_synchronous_one(mesh: Device
         assert all(torch.equal(one[name], other[name]) for name in one)
     # The export reads it by the order of its elements.
     transposed = {"transposed": TensorSpec((3, 2), torch.float32)}
-    write_safetensors(ShardedTensors(path), transposed, path, 1, {"transposed": torch.float32})
+    write_safetensors(ShardedTensors(path).load, transposed, path, 1, {"transposed": torch.float32})
     assert torch.equal(load_file(path / "model.safetensors")["transposed"], expected.get_buffer("transposed"))
 
 

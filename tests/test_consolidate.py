@@ -463,7 +463,7 @@ def write_rows(
     weights.check(specs)
     dtypes = {name: dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in tensors.items()}
     (directory / "result").mkdir()
-    return mapped.write_safetensors(weights, specs, directory / "result", num_workers, dtypes, **options)
+    return mapped.write_safetensors(weights.load, specs, directory / "result", num_workers, dtypes, **options)
 
 
 def exported_rows(directory: Path, tensors: dict[str, Tensor], *arguments: Any, **options: Any) -> dict[str, Tensor]:

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -116,11 +117,8 @@ class ShardedTensors:
             goes_on(math.prod(item.lengths) * dtype.itemsize)
 
     def _read(self, item: ReadItem, planner: LoadPlanner) -> None:
-        name, path = (
-            item.storage_index.fqn,
-            self.directory / self._listed.storage_data[item.storage_index].relative_path,
-        )
-        damaged = f"{path} is damaged: {name} is not where {METADATA} says"
+        path = self.directory / self._listed.storage_data[item.storage_index].relative_path
+        damaged = f"{path} is damaged: {item.storage_index.fqn} is not where {METADATA} says"
         with explained(lambda problem: StageError(f"{damaged} ({problem})")):
             self._reader.read_data(LoadPlan([item]), planner)
 
@@ -156,15 +154,12 @@ class Digests(NamedTuple):
     """Of the bytes of each tensor."""
 
 
-class Tensors(Protocol):
-    """Where the values of tensors come from."""
-
-    def load(self, name: str, content: memoryview, dtype: torch.dtype, goes_on: Callable[[int], object]) -> None:
-        """As `ShardedTensors.load`."""
+Load = Callable[[str, memoryview, torch.dtype, Callable[[int], object]], None]
+"""Where the values of tensors come from: `ShardedTensors.load`, or one like it."""
 
 
 def write_safetensors(
-    tensors: Tensors,
+    load: Load,
     specs: Mapping[str, TensorSpec],
     directory: Path,
     num_workers: int,
@@ -178,7 +173,7 @@ def write_safetensors(
     The bytes depend on the tensors and the arguments alone, not on how many ranks wrote the checkpoint.
 
     Args:
-        tensors: Those of a checkpoint, whose `check` has passed, or merged ones.
+        load: Of the tensors of a checkpoint, whose `check` has passed, or of merged ones.
         specs: Shape and dtype of each tensor there, in the model's order.
         directory: An existing directory.
         num_workers: Threads that hash tensors.
@@ -198,31 +193,33 @@ def write_safetensors(
         }
         for name, spec in specs.items()
     }
-    groups = _split(stored, max_shard_bytes)
-    numbers = [f"-{number:05d}-of-{len(groups):05d}" for number in range(1, len(groups) + 1)]
-    files = {
-        f"{stem}{number}.safetensors": group
-        for number, group in zip(numbers if len(groups) > 1 else [""], groups, strict=True)
-    }
-    total = sum(_num_bytes(tensor) for tensor in stored.values())
+    split = split_state_dict_into_shards_factory(  # as `save_pretrained` does
+        stored,
+        get_storage_size=_num_bytes,
+        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        max_shard_size=max_shard_bytes,  # type: ignore[arg-type]
+    )
     of_files: dict[str, Future[str]] = {}
     of_tensors: dict[str, Future[str]] = {}
     with (
-        tqdm(total=total, desc="consolidate", unit="B", unit_scale=True, disable=None) as progress,
+        tqdm(
+            total=split.metadata["total_size"], desc="consolidate", unit="B", unit_scale=True, disable=None
+        ) as progress,
         ThreadPoolExecutor(num_workers) as pool,
     ):
-        for file, group in files.items():
-            content, slices_of = _create(directory / file, group)
-            for name, tensor in group.items():
-                slices = [slices_of[part] for part in tensor]
-                if _num_bytes(tensor):
-                    tensors.load(name, content[slices[0].start : slices[-1].stop], dtypes[name], progress.update)
-                of_tensors |= {part: pool.submit(_sha256, content[slices_of[part]]) for part in tensor}
+        for file, names in split.filename_to_tensors.items():
+            content, slices_of = _create(directory / file, [stored[name] for name in names])
+            for name in names:
+                slices = [slices_of[part] for part in stored[name]]
+                if _num_bytes(stored[name]):
+                    load(name, content[slices[0].start : slices[-1].stop], dtypes[name], progress.update)
+                of_tensors |= {part: pool.submit(_sha256, content[slices_of[part]]) for part in stored[name]}
             of_files[file] = pool.submit(_sha256, content)
-    if len(groups) > 1:
-        weight_map = {part: file for file, group in files.items() for tensor in group.values() for part in tensor}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        write_json(directory / WEIGHTS_INDEX, index)
+    if split.is_sharded:
+        weight_map = {part: file for name, file in split.tensor_to_filename.items() for part in stored[name]}
+        write_json(
+            directory / WEIGHTS_INDEX, {"metadata": split.metadata, "weight_map": dict(sorted(weight_map.items()))}
+        )
     return Digests(
         {file: digest.result() for file, digest in of_files.items()},
         {name: digest.result() for name, digest in of_tensors.items()},
@@ -241,25 +238,11 @@ def _num_bytes(tensor: _Stored) -> int:
     return sum(spec.num_bytes for spec in tensor.values())
 
 
-def _split(stored: Mapping[str, _Stored], max_shard_bytes: float) -> list[dict[str, _Stored]]:
-    """Groups of tensors, in the model's order, one for each file."""
-    groups: list[dict[str, _Stored]] = [{}]
-    size = 0
-    for name, tensor in stored.items():
-        # A group has at least one tensor, so one that is larger than the limit gets a file of its own.
-        if groups[-1] and size + _num_bytes(tensor) > max_shard_bytes:
-            groups.append({})
-            size = 0
-        groups[-1][name] = tensor
-        size += _num_bytes(tensor)
-    return groups
-
-
-def _create(path: Path, group: Mapping[str, _Stored]) -> tuple[memoryview, dict[str, slice]]:
+def _create(path: Path, group: list[_Stored]) -> tuple[memoryview, dict[str, slice]]:
     """Create a safetensors file; return its mapped content, and where in it each tensor is."""
     # Readers map the file into memory and use a tensor where it is, which needs an address that is a multiple of the
     # item size. So the data starts at a multiple of 8, and wider dtypes come first, as safetensors itself orders them.
-    specs = [(name, spec) for tensor in group.values() for name, spec in tensor.items()]
+    specs = [(name, spec) for tensor in group for name, spec in tensor.items()]
     specs.sort(key=lambda item: -item[1].dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers before version 5 requires
     end = 0
