@@ -52,22 +52,22 @@ def readme(
     """
     name = lineage.params["experiment_name"]
     start = "random weights, with the config and tokenizer of" if is_random else "the weights of"
-    how = f", as low-rank adapters of rank {rank} that are merged into them" if (rank := _rank(lineage)) else ""
+    rank = lineage.params.get("lora_r")
+    how = f", as low-rank adapters of rank {rank} that are merged into them" if rank else ""
     use = f"""from transformers import AutoModelForCausalLM, AutoTokenizer
 
 name = "{name}"  # the directory of this file, or its id on the Hub
 model = AutoModelForCausalLM.from_pretrained(name)
 tokenizer = AutoTokenizer.from_pretrained(name)"""
     intro = f"{architecture}, trained for {lineage.step} steps from {start} {_initial_model(lineage)}{how}."
-    metadata = _metadata(lineage, dtype, is_random, terms, losses)
-    return _page(lineage, metadata, intro, use, dtype, is_random, terms, losses)
+    return _page(lineage, intro, use, dtype, is_random, terms, losses)
 
 
 def adapter_readme(
     lineage: Lineage, architecture: str, terms: ModelLicense, losses: Losses | None, problem: str | None
 ) -> str:
     """The card of the adapters alone, and of PEFT's `problem` with them; the other arguments are those of `readme`."""
-    name, rank, model = lineage.params["experiment_name"], _rank(lineage), lineage.model
+    name, rank, model = lineage.params["experiment_name"], lineage.params.get("lora_r"), lineage.model
     base = f'"{_name(model)}"' + (f', revision="{model.commit}"' if model.commit else "")
     use = f"""from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -79,18 +79,12 @@ tokenizer = AutoTokenizer.from_pretrained(name)"""
         f"Low-rank adapters (LoRA) of rank {rank} for {architecture}, trained for {lineage.step} steps beside the "
         f"weights of {_initial_model(lineage)}. They are fp32." + f"\n\n**{problem}.**" * bool(problem)
     )
-    metadata = _metadata(lineage, "float32", False, terms, losses, library="peft")
-    return _page(lineage, metadata, intro, use, "float32", False, terms, losses)
-
-
-def _rank(lineage: Lineage) -> int | None:
-    rank: int | None = lineage.params.get("lora_r")
-    return rank
+    return _page(lineage, intro, use, "float32", False, terms, losses, library="peft")
 
 
 def _page(
-    lineage: Lineage, metadata: ModelCardData, intro: str, use: str, dtype: str, is_random: bool, terms: ModelLicense,
-    losses: Losses | None,
+    lineage: Lineage, intro: str, use: str, dtype: str, is_random: bool, terms: ModelLicense, losses: Losses | None,
+    library: Literal["transformers", "peft"] = "transformers",
 ) -> str:  # fmt: skip
     # No date: the same training gives the same bytes.
     data = lineage.data
@@ -101,7 +95,7 @@ def _page(
         else 'tokenizer("Once upon a time", add_special_tokens=False, return_tensors="pt")'
     )
     return f"""---
-{metadata.to_yaml()}
+{_metadata(lineage, dtype, is_random, terms, losses, library).to_yaml()}
 ---
 
 # {lineage.params["experiment_name"]}
@@ -146,9 +140,8 @@ def _is_chat(lineage: Lineage) -> bool:
 
 
 def _metadata(
-    lineage: Lineage, dtype: str, is_random: bool, terms: ModelLicense, losses: Losses | None,
-    library: Literal["transformers", "peft"] = "transformers",
-) -> ModelCardData:  # fmt: skip
+    lineage: Lineage, dtype: str, is_random: bool, terms: ModelLicense, losses: Losses | None, library: str
+) -> ModelCardData:
     given: dict[str, Any] = {} if is_random else terms.metadata
     model, name = lineage.model, lineage.params["experiment_name"]
     # The Hub links to it, so a local directory cannot be it; but what that was trained from, here, can.
