@@ -21,7 +21,7 @@ from pydantic import ByteSize, Field, PositiveInt
 from stages.base import command, history, outputs, publish
 from stages.base.errors import StageError
 from stages.base.files import check_files
-from stages.base.origin import DATA_METRICS, find_data_metrics
+from stages.base.origin import DATA_METRICS, DataMetrics, find_data_metrics
 from stages.base.outputs import ExperimentName
 from stages.base.packed import METRICS, PackMetrics, fingerprint
 from stages.base.params_file import load_params
@@ -221,14 +221,16 @@ def export(
             shutil.copyfile(initial / file, temporary / file)  # the content: files in HF_HOME are links into its blobs
         _write_config(temporary / CONFIG, model.architecture, dtype, reference)
         tokenizer.check_exported(temporary, model)
-        turns = _add_chat_template(temporary, pointer)
+        records = find_data_metrics(fingerprint(pointer.identity.data.train, pointer.identity.data.validation))
+        packed = PackMetrics.read(METRICS) if "pack" in records else None  # else it is of other tokens
+        turns = _add_chat_template(temporary, packed) if packed else []
         _add_ends(temporary, reference, [model.eos_token_id, *turns])
         written = {str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()}
         small = sorted(written - {*digests.files, LINEAGE, CARD})
         others = {name: publish.sha256_file(temporary / name) for name in small}
-        lineage = _lineage(pointer, checkpoint, model, initial, digests, others)
+        lineage = _lineage(pointer, checkpoint, model, initial, digests, others, records, packed)
         lineage.write(temporary / LINEAGE)  # over the copied file of that name, if the initial model has one
-        losses = _losses(checkpoint, lineage)
+        losses = _losses(checkpoint, lineage.step, packed)
         text = card.readme(lineage, model.architecture, dtype, not model.weights, terms, losses)
         publish.write_text(temporary / CARD, text)
         if adapter:
@@ -252,13 +254,12 @@ def _adapters(reference: "PreTrainedModel", model: ModelManifest, params: dict[s
     from stages.model import meta
 
     kinds = adapters.choose(model.linears, params["lora_target_modules"], model.architecture)
-    targets = {
-        name: (module.in_features, module.out_features)
-        for name, module in meta.find_linears(reference, model.layer_classes).items()
-        if adapters.kind(name) in kinds
-    }
-    shapes = adapters.shapes(targets, params["lora_r"])
-    return {name: TensorSpec(shape, torch.float32) for name, shape in shapes.items()}
+    rank, found = params["lora_r"], {}
+    for name, module in meta.find_linears(reference, model.layer_classes).items():
+        if adapters.kind(name) in kinds:
+            found[name + adapters.A] = TensorSpec((rank, module.in_features), torch.float32)
+            found[name + adapters.B] = TensorSpec((module.out_features, rank), torch.float32)
+    return found
 
 
 def _write_adapter(
@@ -302,9 +303,8 @@ def _text(entry: TensorEntry | None) -> str:
 
 def _lineage(
     pointer: RunPointer, checkpoint: Path, model: ModelManifest, initial: Path, digests: "Digests",
-    files: dict[str, str],
+    files: dict[str, str], records: dict[str, DataMetrics], packed: PackMetrics | None,
 ) -> Lineage:  # fmt: skip
-    records = find_data_metrics(fingerprint(pointer.identity.data.train, pointer.identity.data.validation))
     if missing := [str(path) for stage, path in DATA_METRICS.items() if stage not in records]:
         print(
             f"warning: {', '.join(missing)}: missing, damaged, or of other data, so lineage.json does not say how the "
@@ -329,7 +329,7 @@ def _lineage(
         weights=digests.files,
         history=history.digest(checkpoint / history.HISTORY, pointer.step),
         tensors=digests.tensors,
-        encoder=PackMetrics.read(METRICS).encoder.name if "pack" in records else None,
+        encoder=packed.encoder.name if packed else None,
         files=files,
         splits=publish.sha256_file(DATA_METRICS["organize"]) if "organize" in records else None,
         corpus=records["extract"].fingerprint if "extract" in records else None,
@@ -356,8 +356,7 @@ def _write_config(path: Path, architecture: str, dtype: str, reference: "PreTrai
         # A number that is not stated is that of the class.
         text = reference.config.get_text_config()
         place = config if text is reference.config else config.get("text_config", config)
-        stated = {key for key in place if _is_mtp(key, place[key])}
-        if not stated:
+        if not any(_is_mtp(key, value) for key, value in place.items()):
             place |= {key: value for key, value in text.to_dict().items() if _is_mtp(key, value)}
         config = without_mtp(config)
     publish.write_json(path, {**config, "architectures": [architecture], "dtype": dtype})
@@ -383,14 +382,11 @@ def without_mtp(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_mtp(key: str, value: Any) -> bool:
-    return bool(_MTP_KEY.search(key)) and isinstance(value, int) and value > 0 and not isinstance(value, bool)
+    return bool(_MTP_KEY.search(key)) and type(value) is int and value > 0
 
 
-def _add_chat_template(directory: Path, pointer: RunPointer) -> list[int]:
+def _add_chat_template(directory: Path, packed: PackMetrics) -> list[int]:
     """Write the chat templates that conversations were rendered with; returns the tokens that ended turns in them."""
-    if "pack" not in find_data_metrics(fingerprint(pointer.identity.data.train, pointer.identity.data.validation)):
-        return []
-    packed = PackMetrics.read(METRICS)
     if not packed.chat_templates or packed.train.conversations is None:
         return []
     shutil.rmtree(directory / MORE_TEMPLATES, ignore_errors=True)
@@ -423,14 +419,13 @@ def _add_ends(directory: Path, reference: "PreTrainedModel", tokens: list[int]) 
         publish.write_json(path, {**config, "eos_token_id": stored})
 
 
-def _losses(checkpoint: Path, lineage: Lineage) -> card.Losses | None:
+def _losses(checkpoint: Path, step: int, packed: PackMetrics | None) -> card.Losses | None:
     # The checkpoint's own copy of the history, which `layout.verify` has compared with the manifest.
     losses = dict(zip(*history.series(history.read(checkpoint / history.HISTORY), "validation_loss"), strict=True))
-    loss = losses.get(lineage.step)  # of these weights, not of those of an earlier validation
+    loss = losses.get(step)  # of these weights, not of those of an earlier validation
     if loss is None:
         return None
-    # Only if data/pack.json is of these tokens.
-    text = PackMetrics.read(METRICS).validation if "pack" in lineage.origins else None
+    text = packed and packed.validation
     return card.Losses(loss, bits_per_byte(loss, text.measured_tokens, text.measured_bytes) if text else None)
 
 

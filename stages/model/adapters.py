@@ -82,14 +82,6 @@ def _list(names: Iterable[str]) -> str:
     return ", ".join([*ends[:_NUM_SHOWN], *["..."] * (len(ends) > _NUM_SHOWN)])
 
 
-def shapes(names: Mapping[str, tuple[int, int]], rank: int) -> dict[str, tuple[int, int]]:
-    """The shapes of the tensors of adapters, by name; `names` has `in_features` and `out_features` of each module."""
-    found: dict[str, tuple[int, int]] = {}
-    for name, (in_features, out_features) in names.items():
-        found |= {name + A: (rank, in_features), name + B: (out_features, rank)}
-    return found
-
-
 def is_adapter(name: str) -> bool:
     """Whether a parameter is one of an adapter."""
     return name.endswith((A, B))
@@ -128,7 +120,6 @@ def peft_config(
         model_name: Of the initial model.
         commit: Of its files; None: a local directory.
     """
-    others = list(others)
     ends = {name: name.rpartition(".")[2] for name in targets}
     taken = {name.rpartition(".")[2] for name in others}
     return {
