@@ -21,7 +21,7 @@ def _refuse(value: Any, reason: str) -> AfterValidator:
     """A check that refuses one value, because FSDP2 has no equivalent."""
 
     def check(given: Any) -> Any:
-        if given == value and given is not None:  # null stands for the preset, which has no refused value
+        if given == value:
             raise ValueError(reason)
         return given
 

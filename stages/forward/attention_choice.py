@@ -116,9 +116,8 @@ def choose_attention(
 
 def _order(mask_length: int, dtype: torch.dtype, device: str) -> tuple[Attention, ...]:
     """What `auto` tries, the fastest first, where `sdpa` has a mask of `mask_length` tokens, or none of documents."""
-    if (
-        device == "cuda" and dtype == torch.float32
-    ):  # varlen has no kernel, and flex no fast one, compiled at each start
+    if device == "cuda" and dtype == torch.float32:
+        # For it varlen has no kernel, and flex no fast one, compiled at each start.
         return "varlen", "sdpa", "flex", "eager", "padded"
     if device == "cuda":
         return "varlen", "flex", "sdpa", "eager", "padded"

@@ -106,6 +106,5 @@ def cut(batch: dict[str, Any], number: int, context: Context) -> dict[str, Any]:
         and `context`. Labels and positions are cut last, so a slice may begin inside a document.
     """
     names = ("input_ids", "labels", "position_ids")
-    return (
-        batch | {name: batch[name].view(context.size, -1)[number : number + 1] for name in names} | {"context": context}
-    )
+    own = {name: batch[name].view(context.size, -1)[number : number + 1] for name in names}
+    return batch | own | {"context": context}

@@ -83,14 +83,11 @@ def assumed_device(device_type: str, memory: float | None) -> Iterator[None]:
 
 
 def _logits_at_a_time(device: torch.device) -> int:
-    if _assumed:
-        kind, memory = _assumed
-    else:
-        kind, memory = device.type, 0
-        if kind == "cuda":
-            memory = torch.cuda.get_device_properties(device).total_memory
+    kind, memory = _assumed or (device.type, None)
     if kind == "cpu":
         return _CPU_LOGITS
+    if memory is None:
+        memory = torch.cuda.get_device_properties(device).total_memory
     return _LARGE_GPU_LOGITS if memory >= _LARGE_GPU else _GPU_LOGITS
 
 

@@ -47,12 +47,7 @@ def _with(position_ids: Tensor, last: int) -> Tensor:
 
 
 def _depends_on_length(module: nn.Module) -> bool:
-    kinds = getattr(module, "rope_type", None)
-    if isinstance(kinds, dict):  # of each kind of layer
-        return any(map(_is_dynamic, kinds.values()))
-    return _is_dynamic(kinds)
-
-
-def _is_dynamic(kind: Any) -> bool:
     """As `dynamic_rope_update` of transformers decides it."""
-    return isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")
+    found = getattr(module, "rope_type", None)
+    kinds = found.values() if isinstance(found, dict) else (found,)  # a dict has that of each kind of layer
+    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)

@@ -77,9 +77,10 @@ class TokenRows:
         """
         if not self._bits:
             return None
+        places = self._places(indices)
         trained, starts = (
             np.stack([_bits(chunks[chunk], index * self.seq_length, self.seq_length) for chunk, index in places])
-            for chunks, places in ((chunks, self._places(indices)) for chunks in self._bits)
+            for chunks in self._bits
         )
         return trained, starts
 
