@@ -23,7 +23,7 @@ from stages.base.params_file import load_params
 from stages.base.summary import table
 from stages.model import headers, hub, hub_cache, tokenizer
 from stages.model.files import CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG
-from stages.model.license import LICENSE, ModelLicense
+from stages.model.license import LICENSE, ModelLicense, is_license_file
 from stages.model.manifest import MODEL_MANIFEST, ModelManifest
 from stages.model.manifest import TOKENIZER as TOKENIZER_FILE
 
@@ -135,7 +135,7 @@ def describe(params: DownloadParams) -> ModelManifest:
             model_revision=params.model_revision,
             commit=resolved.commit,
             dtype=meta.dtype_name(directory, stored),
-            files=_hash(params.model_name, resolved, hub.model_files(resolved)),
+            files=_hash(params.model_name, resolved.commit, directory, hub.model_files(resolved)),
             weights=resolved.weights,
             eos_token_id=eos_token_id,
             start_token_ids=tokenizer.find_start(Tokenizer.from_str(loaded.content), eos_token_id),
@@ -203,8 +203,9 @@ def describe_license(model: ModelManifest) -> ModelLicense:
     Raises:
         StageError: a file is not what the Hub lists.
     """
-    resolved = hub.ResolvedModel(model.directory(), model.commit, model.weights)
-    return ModelLicense.of(resolved.directory, _hash(model.model_name, resolved, hub.license_files(resolved)))
+    directory = model.directory()
+    names = sorted(path.name for path in directory.iterdir() if is_license_file(path.name) and path.is_file())
+    return ModelLicense.of(directory, _hash(model.model_name, model.commit, directory, names))
 
 
 def _check_tokenizer(model_name: str, directory: Path) -> None:
@@ -241,15 +242,15 @@ def _first(token_id: int | None, configured: int | list[int] | None) -> int | No
     return next(iter(configured), None) if isinstance(configured, list) else configured
 
 
-def _hash(model_name: str, resolved: hub.ResolvedModel, names: list[str]) -> dict[str, FileEntry]:
+def _hash(model_name: str, commit: str | None, directory: Path, names: list[str]) -> dict[str, FileEntry]:
     """Hash files of the model; those of the Hub must be what it lists."""
-    sizes = {name: (resolved.directory / name).stat().st_size for name in names}
+    sizes = {name: (directory / name).stat().st_size for name in names}
     entries = {}
     with tqdm(total=sum(sizes.values()), desc="sha256", unit="B", unit_scale=True, disable=None) as progress:
         for name, size in sizes.items():
-            entries[name] = FileEntry.of(resolved.directory / name)
-            if resolved.commit is not None:
-                hub_cache.check(model_name, resolved.commit, name, entries[name].sha256)
+            entries[name] = FileEntry.of(directory / name)
+            if commit is not None:
+                hub_cache.check(model_name, commit, name, entries[name].sha256)
             progress.update(size)
     return entries
 

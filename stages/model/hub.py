@@ -109,11 +109,6 @@ def model_files(resolved: ResolvedModel) -> list[str]:
     return sorted(found | set(resolved.weights))
 
 
-def license_files(resolved: ResolvedModel) -> list[str]:
-    """The names of the files that have its license or name it, in order."""
-    return sorted(path.name for path in resolved.directory.iterdir() if is_license_file(path.name) and path.is_file())
-
-
 def weight_files(directory: Path) -> list[str]:
     """The safetensors files that make up the model in `directory`: the only one, or those that its index names.
 
@@ -293,11 +288,10 @@ def _small_files(directory: Path) -> set[str]:
 
 
 def _refuse_unreadable(directory: Path, want_weights: bool) -> None:
-    """Refuse names that the model needs where there is no file: without a word, it would be another model.
+    """Refuse names that the model needs where there is no file, and files of any size, which transformers reads whole.
 
-    And files of any size, which transformers reads as a whole.
-
-    A tree that was copied without what its links lead to has such names, as a cache without its blobs.
+    Without such a file it would be another model. A tree that was copied without what its links lead to has such names,
+    as a cache without its blobs.
     """
     from huggingface_hub.utils import filter_repo_objects
 

@@ -89,7 +89,7 @@ def fields(model: PreTrainedModel) -> dict[str, Any]:
         "layer_classes": layer_classes(model),
         "module_classes": module_classes(model),
         "router_loss_coef": router_loss_coef(model),
-        "vocab_size": vocab_size(model),
+        "vocab_size": model.get_input_embeddings().get_parameter("weight").shape[0],
         "max_seq_length": getattr(config, "max_position_embeddings", None),
     }
 
@@ -154,12 +154,6 @@ def find_linears(model: nn.Module, layer_classes: Iterable[str]) -> dict[str, nn
 def has_joined_experts(model: PreTrainedModel) -> bool:
     """Whether a parameter of a meta model is stored in several parts, as those of all experts of a layer are."""
     return any(len(parts) > 1 for parts in stored_as(model).values())
-
-
-def vocab_size(model: PreTrainedModel) -> int:
-    """Rows of the embedding: every token id must be smaller."""
-    weight: torch.Tensor = model.get_input_embeddings().get_parameter("weight")
-    return weight.shape[0]  # of (vocab_size, hidden_size)
 
 
 def dtype_name(directory: Path, stored: dict[str, StoredTensor]) -> str:
