@@ -2,25 +2,24 @@
 
 import tempfile
 from contextlib import suppress
-from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging
 
-from stages.forward.small_copy import random_model, small_config
+from stages.forward.small_copy import random_model
 
 
-def changed_by_loading(directory: Path) -> list[str]:
+def changed_by_loading(small: PreTrainedConfig, config: PreTrainedConfig) -> list[str]:
     """The names of weights that transformers overwrites as it loads them, in a small random copy of a model.
 
     As Youtu does with the row of the padding token in the embedding, which it shares with the output. Nothing also
-    where no small copy can be tested. Seeds the random number generator of torch.
+    where the small copy cannot be tested. Seeds the random number generator of torch.
+
+    Args:
+        small: What `small_config` returned; it loses a padding token that `config` has not.
+        config: That of the model.
     """
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    small = small_config(config)
-    if small is None:
-        return []
     if getattr(config.get_text_config(), "pad_token_id", None) is None:
         small.pad_token_id = small.get_text_config().pad_token_id = None
     logging.disable_progress_bar()  # it would be printed without a terminal too
