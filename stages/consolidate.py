@@ -211,8 +211,8 @@ def export(
     # the adapters gets it first.
     with publish.directory(target) as temporary, ExitStack() as stack:
         digests = mapped.write_safetensors(
-            load, expected, temporary, num_workers, meta.stored_dtypes(initial, getattr(torch, dtype)),
-            params.max_shard_size, meta.stored_as(reference),
+            load, meta.stored_as(reference), temporary, num_workers,
+            meta.stored_dtypes(initial, getattr(torch, dtype)), params.max_shard_size,
         )  # fmt: skip
         # Read the files back as the download stage would: the model can be the start of another training.
         meta.check_headers(reference, headers.read(temporary, list(digests.files)))
@@ -272,10 +272,9 @@ def _write_adapter(
     from stages.export import mapped
     from stages.model import meta
 
-    digests = mapped.write_safetensors(
-        weights.load, specs, directory, num_workers, dict.fromkeys(specs, float32),
-        parts={name: {adapters.stored_name(name): spec.shape} for name, spec in specs.items()}, stem=adapters.STEM,
-    )  # fmt: skip
+    parts = {name: {adapters.stored_name(name): spec.shape} for name, spec in specs.items()}
+    dtypes = dict.fromkeys(specs, float32)
+    digests = mapped.write_safetensors(weights.load, parts, directory, num_workers, dtypes, stem=adapters.STEM)
     targets = {name.removesuffix(adapters.A) for name in specs if name.endswith(adapters.A)}
     others = {name for name, module in reference.named_modules() if isinstance(module, nn.Linear)} - targets
     config = adapters.peft_config(sorted(targets), others, lineage.params, model.model_name, model.commit)

@@ -36,7 +36,7 @@ from stages.checkpointing.lock import rank_lock, try_writer_lock, writer_lock
 from stages.checkpointing.pointer import RunPointer, resolve
 from stages.checkpointing.run import describe
 from stages.checkpointing.saver import Saver, load
-from stages.export.mapped import ShardedTensors, TensorSpec, write_safetensors
+from stages.export.mapped import ShardedTensors, write_safetensors
 from stages.launching.runtime import TrainRuntime
 from stages.ranks.watchdog import Heartbeat
 from stages.training.params import TrainParams
@@ -172,8 +172,8 @@ def test_an_asynchronous_save_writes_the_bytes_of_a_synchronous_one(mesh: Device
     for one, other in zip(*(optimizer.state.values() for optimizer in optimizers), strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
     # The export reads it by the order of its elements.
-    transposed = {"transposed": TensorSpec((3, 2), torch.float32)}
-    write_safetensors(ShardedTensors(path).load, transposed, path, 1, {"transposed": torch.float32})
+    parts = {"transposed": {"transposed": (3, 2)}}
+    write_safetensors(ShardedTensors(path).load, parts, path, 1, {"transposed": torch.float32})
     assert torch.equal(load_file(path / "model.safetensors")["transposed"], expected.get_buffer("transposed"))
 
 

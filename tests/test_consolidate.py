@@ -455,7 +455,7 @@ def test_a_tokenizer_that_encodes_in_another_way_than_in_the_training_is_refused
 
 def write_rows(
     directory: Path, tensors: dict[str, Tensor], dtype: torch.dtype = torch.float32, num_workers: int = 2,
-    **options: Any,
+    parts: dict[str, dict[str, tuple[int, ...]]] | None = None, **options: Any,
 ) -> mapped.Digests:  # fmt: skip
     """Write a checkpoint in `directory` below `result`; what is no floating-point number keeps its dtype."""
     weights = mapped.ShardedTensors(directory)
@@ -463,7 +463,8 @@ def write_rows(
     weights.check(specs)
     dtypes = {name: dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in tensors.items()}
     (directory / "result").mkdir()
-    return mapped.write_safetensors(weights.load, specs, directory / "result", num_workers, dtypes, **options)
+    parts = parts or {name: {name: spec.shape} for name, spec in specs.items()}
+    return mapped.write_safetensors(weights.load, parts, directory / "result", num_workers, dtypes, **options)
 
 
 def exported_rows(directory: Path, tensors: dict[str, Tensor], *arguments: Any, **options: Any) -> dict[str, Tensor]:

@@ -160,38 +160,33 @@ Load = Callable[[str, memoryview, torch.dtype, Callable[[int], object]], None]
 
 def write_safetensors(
     load: Load,
-    specs: Mapping[str, TensorSpec],
+    parts: Mapping[str, Mapping[str, tuple[int, ...]]],
     directory: Path,
     num_workers: int,
     dtypes: Mapping[str, torch.dtype],
     max_shard_bytes: float = math.inf,
-    parts: Mapping[str, Mapping[str, tuple[int, ...]]] | None = None,
     stem: str = "model",
 ) -> Digests:
-    """Write the tensors in `specs` as `model.safetensors`, or as several files with an index.
+    """Write tensors as `model.safetensors`, or as several files with an index.
 
     The bytes depend on the tensors and the arguments alone, not on how many ranks wrote the checkpoint.
 
     Args:
         load: Of the tensors of a checkpoint, whose `check` has passed, or of merged ones.
-        specs: Shape and dtype of each tensor there, in the model's order.
+        parts: For each tensor there, in the model's order, the names and shapes of those that are written in its place,
+            in the order of its elements and in one file.
         directory: An existing directory.
         num_workers: Threads that hash tensors.
-        dtypes: In which each of `specs` is written; floating-point tensors alone may have another one than there.
-        max_shard_bytes: Tensors share a file up to this size; a larger tensor of `specs` has a file of its own.
-        parts: For each tensor the names and shapes of those that are written in its place, in the order of its
-            elements and in one file; None: it alone.
+        dtypes: In which each tensor is written; floating-point tensors alone may have another one than there.
+        max_shard_bytes: Tensors share a file up to this size; a larger one has a file of its own.
         stem: What the names of the files begin with.
 
     Raises:
         StageError: a value is beyond the range of its dtype, or a file is not what `.metadata` says.
     """
     stored = {
-        name: {
-            part: TensorSpec(shape, dtypes[name])
-            for part, shape in (parts[name] if parts else {name: spec.shape}).items()
-        }
-        for name, spec in specs.items()
+        name: {part: TensorSpec(shape, dtypes[name]) for part, shape in shapes.items()}
+        for name, shapes in parts.items()
     }
     split = split_state_dict_into_shards_factory(  # as `save_pretrained` does
         stored,
