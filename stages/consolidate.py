@@ -51,9 +51,10 @@ from stages.model.manifest import MODEL_MANIFEST, REMEDY, ModelManifest
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
     from transformers import PreTrainedModel
 
-    from stages.export.mapped import Digests, ShardedTensors, TensorSpec
+    from stages.export.mapped import Digests, ShardedTensors
 
 _OUTDATED_CONFIG_KEYS = {"torch_dtype", "_name_or_path"}
 """An older name of `dtype`, and where somebody's copy of the initial model was."""
@@ -188,12 +189,8 @@ def export(
     initial, terms = model.verify(copied), ModelLicense.read()
     check_files({initial / name: terms.files[name] for name in terms.texts()}, REMEDY)
     reference = meta.build(initial)
-    tied = meta.tied_weights(reference)
-    expected = {
-        name: mapped.TensorSpec(tuple(tensor.shape), tensor.dtype)
-        for name, tensor in reference.state_dict().items()
-        if name not in tied  # stored once, as save_pretrained does; loading ties them again
-    }
+    tied = meta.tied_weights(reference)  # stored once, as save_pretrained does; loading ties them again
+    expected = {name: tensor for name, tensor in reference.state_dict().items() if name not in tied}
     settings = pointer.identity.params
     is_adapted = bool(settings.get("lora_r"))
     trained = _adapters(reference, model, settings) if is_adapted else expected
@@ -246,24 +243,23 @@ def export(
     return list(digests.files)
 
 
-def _adapters(reference: "PreTrainedModel", model: ModelManifest, params: dict[str, Any]) -> "dict[str, TensorSpec]":
-    """The tensors of the adapters that a training with these parameters has, by name."""
+def _adapters(reference: "PreTrainedModel", model: ModelManifest, params: dict[str, Any]) -> "dict[str, Tensor]":
+    """The tensors of the adapters that a training with these parameters has, by name, on the meta device."""
     import torch
 
-    from stages.export.mapped import TensorSpec
     from stages.model import meta
 
     kinds = adapters.choose(model.linears, params["lora_target_modules"], model.architecture)
     rank, found = params["lora_r"], {}
     for name, module in meta.find_linears(reference, model.layer_classes).items():
         if adapters.kind(name) in kinds:
-            found[name + adapters.A] = TensorSpec((rank, module.in_features), torch.float32)
-            found[name + adapters.B] = TensorSpec((module.out_features, rank), torch.float32)
+            found[name + adapters.A] = torch.empty(rank, module.in_features, dtype=torch.float32, device="meta")
+            found[name + adapters.B] = torch.empty(module.out_features, rank, dtype=torch.float32, device="meta")
     return found
 
 
 def _write_adapter(
-    directory: Path, weights: "ShardedTensors", specs: "Mapping[str, TensorSpec]", reference: "PreTrainedModel",
+    directory: Path, weights: "ShardedTensors", trained: "Mapping[str, Tensor]", reference: "PreTrainedModel",
     model: ModelManifest, lineage: Lineage, terms: ModelLicense, losses: "card.Losses | None", num_workers: int,
 ) -> None:  # fmt: skip
     """Write the adapters as PEFT stores them, with a card and a lineage.json of their own."""
@@ -272,10 +268,10 @@ def _write_adapter(
     from stages.export import mapped
     from stages.model import meta
 
-    parts = {name: {adapters.stored_name(name): spec.shape} for name, spec in specs.items()}
-    dtypes = dict.fromkeys(specs, float32)
+    parts = {name: {adapters.stored_name(name): tuple(tensor.shape)} for name, tensor in trained.items()}
+    dtypes = dict.fromkeys(trained, float32)
     digests = mapped.write_safetensors(weights.load, parts, directory, num_workers, dtypes, stem=adapters.STEM)
-    targets = {name.removesuffix(adapters.A) for name in specs if name.endswith(adapters.A)}
+    targets = {name.removesuffix(adapters.A) for name in trained if name.endswith(adapters.A)}
     others = {name for name, module in reference.named_modules() if isinstance(module, nn.Linear)} - targets
     config = adapters.peft_config(sorted(targets), others, lineage.params, model.model_name, model.commit)
     publish.write_json(directory / adapters.CONFIG, config)
@@ -287,9 +283,12 @@ def _write_adapter(
     publish.write_text(directory / CARD, card.adapter_readme(own, model.architecture, terms, losses, problem))
 
 
-def _check_listed(path: Path, listed: dict[str, TensorEntry], expected: "Mapping[str, TensorSpec]") -> None:
+def _check_listed(path: Path, listed: dict[str, TensorEntry], expected: "Mapping[str, Tensor]") -> None:
     """Compare the tensors that a checkpoint's manifest lists with those of the model."""
-    wanted = {name: TensorEntry(list(spec.shape), spec.dtype_name) for name, spec in expected.items()}
+    wanted = {
+        name: TensorEntry(list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        for name, tensor in expected.items()
+    }
     differing = sorted(name for name in wanted.keys() | listed.keys() if wanted.get(name) != listed.get(name))
     if differing:
         lines = [f"  {name}: {_text(listed.get(name))} instead of {_text(wanted.get(name))}" for name in differing[:5]]

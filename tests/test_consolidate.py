@@ -459,11 +459,10 @@ def write_rows(
 ) -> mapped.Digests:  # fmt: skip
     """Write a checkpoint in `directory` below `result`; what is no floating-point number keeps its dtype."""
     weights = mapped.ShardedTensors(directory)
-    specs = {name: mapped.TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    weights.check(specs)
+    weights.check(tensors)
     dtypes = {name: dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in tensors.items()}
     (directory / "result").mkdir()
-    parts = parts or {name: {name: spec.shape} for name, spec in specs.items()}
+    parts = parts or {name: {name: tuple(tensor.shape)} for name, tensor in tensors.items()}
     return mapped.write_safetensors(weights.load, parts, directory / "result", num_workers, dtypes, **options)
 
 

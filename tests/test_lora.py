@@ -20,7 +20,7 @@ from stages.base.params_file import load_params
 from stages.building import lora, sharded_model
 from stages.checkpointing import run
 from stages.checkpointing.layout import CheckpointManifest, step_name
-from stages.export import mapped, merged
+from stages.export import merged
 from stages.forward import adapter_probe
 from stages.forward.adapter_probe import describe_linears
 from stages.forward.loss import summed_loss
@@ -332,10 +332,9 @@ def test_a_weight_that_is_stored_in_parts_gets_its_own_rows(tmp_path: Path, monk
     ]
     values = {f"x{adapters.A}": low, f"x{adapters.B}": high}
     given = mock.Mock(load=lambda name, content, *_: content.__setitem__(slice(None), values[name].numpy().tobytes()))
-    specs = {name: mapped.TensorSpec(tuple(value.shape), torch.float32) for name, value in values.items()}
     monkeypatch.setattr(merged, "_BLOCK", 9)  # three rows
     found = bytearray(6 * 3 * 4)
-    tensors = merged.MergedTensors(tmp_path, {"x.weight": parts}, given, specs, 0.5)
+    tensors = merged.MergedTensors(tmp_path, {"x.weight": parts}, given, values, 0.5)
     tensors.load("x.weight", memoryview(found), torch.float32, lambda _: None)
     merged_weight = torch.frombuffer(found, dtype=torch.float32).view(6, 3)
     assert torch.allclose(merged_weight, weight + high @ low * 0.5)

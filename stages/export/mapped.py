@@ -15,7 +15,6 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,23 +34,6 @@ from stages.model.dtypes import BY_NAME
 from stages.model.files import WEIGHTS_INDEX
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape and dtype of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def dtype_name(self) -> str:
-        """PyTorch's name, such as `float32`."""
-        return str(self.dtype).removeprefix("torch.")
-
-
 class ShardedTensors:
     """The tensors of the model in a checkpoint of torch.distributed.checkpoint."""
 
@@ -67,10 +49,10 @@ class ShardedTensors:
         """The names of the files that have a part of them."""
         return sorted({stored.relative_path for stored in self._listed.storage_data.values()})
 
-    def check(self, expected: Mapping[str, TensorSpec]) -> None:
+    def check(self, expected: Mapping[str, Tensor]) -> None:
         """Compare names, shapes and dtypes with `expected`, and check that the shards contain all of each tensor.
 
-        Only metadata is read.
+        Only metadata is read, and no value of `expected`, which may be on the meta device.
 
         Raises:
             StageError: naming the tensors that are missing, not expected, different, or incomplete.
@@ -83,7 +65,7 @@ class ShardedTensors:
         if problems:
             raise StageError(f"{self.directory}: the tensors are not those of the model", *sorted(problems))
 
-    def _differences(self, name: str, expected: TensorSpec) -> Iterator[str]:
+    def _differences(self, name: str, expected: Tensor) -> Iterator[str]:
         entry, end = self._listed.state_dict_metadata[name], 0
         shape, dtype, size = tuple(entry.size), entry.properties.dtype, math.prod(entry.size)
         if (shape, dtype) != (expected.shape, expected.dtype):
@@ -185,7 +167,7 @@ def write_safetensors(
         StageError: a value is beyond the range of its dtype, or a file is not what `.metadata` says.
     """
     stored = {
-        name: {part: TensorSpec(shape, dtypes[name]) for part, shape in shapes.items()}
+        name: {part: torch.empty(shape, dtype=dtypes[name], device="meta") for part, shape in shapes.items()}
         for name, shapes in parts.items()
     }
     split = split_state_dict_into_shards_factory(  # as `save_pretrained` does
@@ -225,26 +207,27 @@ def _sha256(content: memoryview) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-_Stored = Mapping[str, TensorSpec]
-"""A tensor of the checkpoint, as those that are written in its place, in the order of its elements."""
+_Stored = Mapping[str, Tensor]
+"""A tensor of the checkpoint, as those that are written in its place, on the meta device, in the order of its elements.
+"""
 
 
 def _num_bytes(tensor: _Stored) -> int:
-    return sum(spec.num_bytes for spec in tensor.values())
+    return sum(part.nbytes for part in tensor.values())
 
 
 def _create(path: Path, group: list[_Stored]) -> tuple[memoryview, dict[str, slice]]:
     """Create a safetensors file; return its mapped content, and where in it each tensor is."""
     # Readers map the file into memory and use a tensor where it is, which needs an address that is a multiple of the
     # item size. So the data starts at a multiple of 8, and wider dtypes come first, as safetensors itself orders them.
-    specs = [(name, spec) for tensor in group for name, spec in tensor.items()]
-    specs.sort(key=lambda item: -item[1].dtype.itemsize)
+    parts = [(name, part) for tensor in group for name, part in tensor.items()]
+    parts.sort(key=lambda item: -item[1].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers before version 5 requires
     end = 0
-    for name, spec in specs:
-        begin, end = end, end + spec.num_bytes
-        code = BY_NAME[spec.dtype_name].code
-        header[name] = {"dtype": code, "shape": list(spec.shape), "data_offsets": [begin, end]}
+    for name, part in parts:
+        begin, end = end, end + part.nbytes
+        code = BY_NAME[str(part.dtype).removeprefix("torch.")].code
+        header[name] = {"dtype": code, "shape": list(part.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # JSON may end with spaces
     start = 8 + len(text)
@@ -253,4 +236,4 @@ def _create(path: Path, group: list[_Stored]) -> tuple[memoryview, dict[str, sli
         os.posix_fallocate(file.fileno(), 0, start + end)
         content = memoryview(mmap.mmap(file.fileno(), start + end))
     content[:start] = len(text).to_bytes(8, "little") + text
-    return content, {name: slice(*(start + offset for offset in header[name]["data_offsets"])) for name, _ in specs}
+    return content, {name: slice(*(start + offset for offset in header[name]["data_offsets"])) for name, _ in parts}

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from stages.export.mapped import ShardedTensors, TensorSpec, in_range
+from stages.export.mapped import ShardedTensors, in_range
 from stages.model.adapters import A, B
 from stages.model.headers import StoredTensor
 
@@ -26,7 +26,7 @@ class MergedTensors:
 
     def __init__(
         self, directory: Path, stored: Mapping[str, list[StoredTensor]], adapters: ShardedTensors,
-        specs: Mapping[str, TensorSpec], scale: float,
+        expected: Mapping[str, Tensor], scale: float,
     ) -> None:  # fmt: skip
         """Load the adapters.
 
@@ -34,15 +34,15 @@ class MergedTensors:
             directory: Of the files of the initial model.
             stored: The tensors in them that each weight consists of, as `meta.check_headers` returns them.
             adapters: Of a checkpoint; `check` has passed.
-            specs: Their shapes, by name.
+            expected: What it was given.
             scale: Of their summands.
         """
         self._directory, self._stored, self._scale = directory, stored, scale
         self._adapters: dict[str, Tensor] = {}
-        for name, spec in specs.items():
-            self._adapters[name] = torch.empty(spec.shape, dtype=spec.dtype)
+        for name, tensor in expected.items():
+            self._adapters[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
             content = memoryview(self._adapters[name].numpy().view(np.uint8).reshape(-1))  # type: ignore[arg-type]
-            adapters.load(name, content, spec.dtype, lambda _: None)
+            adapters.load(name, content, tensor.dtype, lambda _: None)
 
     def load(self, name: str, content: memoryview, dtype: torch.dtype, goes_on: Callable[[int], object]) -> None:
         """As `ShardedTensors.load`: fill `content` with a weight."""
