@@ -57,13 +57,9 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
 
 
 def _contexts() -> Any:
-    """The contexts of forward pass and recomputation, for one call of one layer."""
-    return create_selective_checkpoint_contexts(_policy())
+    """The contexts of forward pass and recomputation, for one call of one layer.
 
-
-def _policy() -> Callable[..., CheckpointPolicy]:
-    """The policy of torchtitan (torchtitan/distributed/activation_checkpoint.py), for operations of any name.
-
+    The policy is that of torchtitan (torchtitan/distributed/activation_checkpoint.py), for operations of any name.
     Attention is the most expensive to compute again, for what its result needs. Of the matrix products half the results
     are kept: keeping all would save the most time, and half of the memory that checkpointing is for.
     """
@@ -79,4 +75,4 @@ def _policy() -> Callable[..., CheckpointPolicy]:
             is_kept = "attention" in name or "attn" in name
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return choose
+    return create_selective_checkpoint_contexts(choose)
