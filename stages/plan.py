@@ -289,10 +289,9 @@ def preview(params: TrainParams, model: ModelManifest) -> str:
     Raises:
         StageError: they cannot be read.
     """
-    import torch
     from tokenizers import Tokenizer
 
-    from stages.forward.batch import Marks
+    from stages.forward.batch import read_marks
     from stages.planning.preview import LEGEND, render
 
     tokenizer = Tokenizer.from_file(str(model.verify_tokenizer()))
@@ -303,8 +302,7 @@ def preview(params: TrainParams, model: ModelManifest) -> str:
         indices = RowOrder(params, len(tokens), tokens.sources).step(0)[:_NUM_SHOWN]
         decode, texts = partial(tokenizer.decode, skip_special_tokens=False), []
         for index in indices:
-            (row,), bits = tokens.rows(index[None]), tokens.marks(index[None])
-            marks = Marks(*map(torch.from_numpy, bits)) if bits else None
+            (row,), marks = tokens.rows(index[None]), read_marks(tokens, index[None])
             text = render(row, decode, model.eos_token_id, special, params.document_mask, marks)
             texts.append(f"row {index}\n{text}")
     except (pa.ArrowException, ArithmeticError, LookupError, ValueError) as error:  # of damaged files; train verifies

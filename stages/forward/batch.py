@@ -79,11 +79,14 @@ def read_batch(
     rows: "TokenRows", indices: NDArray[np.int64], eos_token_id: int, document_mask: bool, lengths: bool
 ) -> dict[str, Any]:
     """`make_batch` of the rows at `indices`."""
+    input_ids = torch.from_numpy(rows.rows(indices))
+    return make_batch(input_ids, eos_token_id, document_mask, lengths, read_marks(rows, indices))
+
+
+def read_marks(rows: "TokenRows", indices: NDArray[np.int64]) -> Marks | None:
+    """What the rows at `indices` say of their tokens, if anything."""
     marks = rows.marks(indices)
-    return make_batch(
-        torch.from_numpy(rows.rows(indices)), eos_token_id, document_mask, lengths,
-        Marks(*map(torch.from_numpy, marks)) if marks else None,
-    )  # fmt: skip
+    return Marks(*map(torch.from_numpy, marks)) if marks else None
 
 
 def _padded(starts: Tensor, end: int) -> Tensor:
