@@ -6,7 +6,7 @@ This finds in seconds what loading would find only after it has read all weights
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -284,27 +284,29 @@ def check_headers(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> di
         *_some("of another type", mistyped),
     ]
     if problems:
-        remedies = []
-        if missing:
-            output = model.get_output_embeddings()
-            names = {name for name, parameter in model.named_parameters() if output and parameter is output.weight}
-            if names.issuperset(missing):
-                remedies = [
-                    f"set tie_word_embeddings: true in the {CONFIG} of a copy, if the output shares the weights of the "
-                    "embedding"
-                ]
-            # transformers may split what is stored, of which no parameter is found here.
-            converts = any(isinstance(each, WeightConverter) for each in get_model_conversion_mapping(model))
-            if unexpected and converts and all([*parts] == [name] for name, parts in stored_as(model).items()):
-                remedies += ["load them with transformers and `save_pretrained(copy, save_original_format=False)`"]
-            remedies += ["fetch all safetensors files of this revision again"]
-        if unexpected:  # the same would be fetched again
-            remedies += ["delete the extra tensors in a copy of the files, if the model needs none of them"]
-        if misshapen:
-            remedies += [f"correct {CONFIG} in a copy, or fetch it and the weights again"]
         fit = f"the weights do not fit the config of {type(model).__name__}"
+        remedies = [*_remedies(model, missing, unexpected, misshapen)]
         raise StageError(f"{fit}: {', or '.join(remedies)}" if remedies else fit, *problems)
     return found
+
+
+def _remedies(model: PreTrainedModel, missing: list[str], unexpected: list[str], misshapen: list[str]) -> Iterator[str]:
+    """What may make tensors of these kinds fit."""
+    if missing:
+        output = model.get_output_embeddings()
+        names = {name for name, parameter in model.named_parameters() if output and parameter is output.weight}
+        if names.issuperset(missing):
+            shared = "if the output shares the weights of the embedding"
+            yield f"set tie_word_embeddings: true in the {CONFIG} of a copy, {shared}"
+        # transformers may split what is stored, of which no parameter is found here.
+        converts = any(isinstance(each, WeightConverter) for each in get_model_conversion_mapping(model))
+        if unexpected and converts and all([*parts] == [name] for name, parts in stored_as(model).items()):
+            yield "load them with transformers and `save_pretrained(copy, save_original_format=False)`"
+        yield "fetch all safetensors files of this revision again"
+    if unexpected:  # the same would be fetched again
+        yield "delete the extra tensors in a copy of the files, if the model needs none of them"
+    if misshapen:
+        yield f"correct {CONFIG} in a copy, or fetch it and the weights again"
 
 
 def dropped(
