@@ -92,7 +92,7 @@ def _page(
         'tokenizer.apply_chat_template([{"role": "user", "content": "Hello!"}], add_generation_prompt=True, '
         'return_dict=True, return_tensors="pt")'
         if _is_chat(lineage)
-        else 'tokenizer("Once upon a time", add_special_tokens=False, return_tensors="pt")'
+        else 'tokenizer("Once upon a time", return_tensors="pt")'
     )
     return f"""---
 {_metadata(lineage, dtype, is_random, terms, losses, library).to_yaml()}
