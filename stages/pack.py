@@ -159,8 +159,8 @@ class PackedRows(NamedTuple):
     num_padding: int | None
     """None: the corpus has no conversations."""
     counts: packing.Counts
-    num_reused: int
-    """Of the splits."""
+    are_reused: list[bool]
+    """Whether the store had the split, of each that has documents. Its held-out side is not another split."""
 
     def __add__(self, other: "PackedRows") -> "PackedRows":  # type: ignore[override]
         padding = (
@@ -168,7 +168,7 @@ class PackedRows(NamedTuple):
         )
         return PackedRows(
             self.num_rows + other.num_rows, self.num_tokens + other.num_tokens, padding, self.counts + other.counts,
-            self.num_reused + other.num_reused,
+            self.are_reused + other.are_reused,
         )  # fmt: skip
 
     def metrics(self) -> RowsMetrics:
@@ -284,12 +284,12 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
     # Only after success: what a failed run finished is what the next one reuses.
     store.trim(int(runtime.reuse_gib * 2**30))
     held_out = validation.num_tokens / (train.num_tokens + validation.num_tokens)
-    num_reused = train.num_reused + validation.num_reused
+    used = train.are_reused + validation.are_reused
     note = f"of {params.seq_length:,} tokens; {validation.num_rows:,} more held out ({held_out:.1%} of the tokens)"
     return table(
         (train.num_rows, "rows", note),
         conversations_row(counts) if spec.chat else (counts.num_duplicates, "dropped", "duplicate documents"),
-        (f"{num_reused} of {sum(len(part.splits) for part in parts)}", "splits reused", ""),
+        (f"{sum(used)} of {len(used)}", "splits reused", ""),
     )
 
 
@@ -610,7 +610,7 @@ def write_rows(
     max_batch_tokens: int,
 ) -> tuple[PackedRows, Shard]:
     """Write the rows of some splits, and remove the files of their tokens."""
-    counts, num_reused = [], 0
+    counts, are_reused = [], []
     # One shard: a row may begin in one split and end in the next.
     with arrow.StreamWriter(target, features) as stream:
         writer = (
@@ -622,11 +622,13 @@ def write_rows(
             writer.add_file(split.tokens, spec)
             split.tokens.unlink()  # the store keeps them
             counts.append(of_split)
-            num_reused += is_reused
+            is_other_side = split.side is not None and split.side.is_held_out
+            if split.num_documents > len(split.skipped) // 8 and not is_other_side:
+                are_reused.append(is_reused)
         shard = writer.close()
     num_padding = writer.num_padding if isinstance(writer, packing.MarkedRowWriter) else None
     total = packing.Counts.total(counts)
-    return PackedRows(shard.rows, writer.num_tokens, num_padding, total, num_reused), shard
+    return PackedRows(shard.rows, writer.num_tokens, num_padding, total, are_reused), shard
 
 
 def remedies(refused: Iterable[str]) -> str:

@@ -679,6 +679,14 @@ def test_conversations_stay_whole_and_say_what_is_trained(seq_length: int, monke
     assert content() == clean, "rows are the same for any pieces in which tokens are read"
 
 
+def test_each_split_with_documents_is_counted_once() -> None:
+    make_model()
+    make_corpus([[f"{name} {number}" for number in range(9)] if name else [] for name in ("a", "", "", "b")])
+    forget()
+    for number in (0, 2):
+        assert f"{number} of 2  splits reused" in run_stage(validation_fraction=0.5)
+
+
 def test_what_gives_no_tokens_is_counted_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
     make_chat_model()
     long = chat("question", "x" * 100)
