@@ -25,7 +25,7 @@ from stages.base.origin import DATA_METRICS, DataMetrics, find_data_metrics
 from stages.base.outputs import ExperimentName
 from stages.base.packed import METRICS, PackMetrics, fingerprint
 from stages.base.params_file import load_params
-from stages.base.summary import Row, table
+from stages.base.summary import Row, counted, table
 from stages.checkpointing import layout
 from stages.checkpointing.layout import METADATA, MODEL, TensorEntry
 from stages.checkpointing.pointer import RunPointer, resolve
@@ -120,7 +120,7 @@ def main() -> None:
     dtype = export_dtype(params, model)
     rows: list[Row] = [
         (pointer.step, "step", f"of run {pointer.run_id}"),
-        (size, "bytes", f"{target}: {dtype}, {len(weights)} files"),
+        (size, "bytes", f"{target}: {dtype}, {counted(len(weights), 'file')}"),
     ]
     print(table(*rows, *([(rank, "rank", f"adapters in {adapter}")] if rank else [])))
 

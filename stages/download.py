@@ -20,7 +20,7 @@ from stages.base.errors import StageError, explained, is_out_of_memory
 from stages.base.files import FileEntry, RelativePath
 from stages.base.names import printable
 from stages.base.params_file import load_params
-from stages.base.summary import table
+from stages.base.summary import counted, table
 from stages.model import headers, hub, hub_cache, tokenizer
 from stages.model.files import CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from stages.model.license import LICENSE, ModelLicense, is_license_file
@@ -61,7 +61,7 @@ def main() -> None:
             publish.write_text(TOKENIZER_FILE, loaded.content)
             model.write()
     origin = "a local directory" if model.commit is None else f"commit {model.commit}"
-    weights = f"{model.dtype} weights in {len(model.weights)} files" if model.weights else "random weights"
+    weights = f"{model.dtype} weights in {counted(len(model.weights), 'file')}" if model.weights else "random weights"
     name = printable(model.model_name)
     if warning := tokenizer.compared_with_file(loaded, model.directory()):
         print(f"warning: {warning}")

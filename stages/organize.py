@@ -24,7 +24,7 @@ from stages.base.errors import StageError
 from stages.base.names import is_inside, is_utf8, printable
 from stages.base.origin import Origin
 from stages.base.params_file import load_params
-from stages.base.summary import table
+from stages.base.summary import counted, table
 from stages.splits import assignment, parts, suffixes, tables, tree
 from stages.splits import manifests as splits
 from stages.work import workers
@@ -145,7 +145,7 @@ def organize(
             ],
             origin=Origin.of("stages.organize", params),
         ).write(directory / splits.SUMMARY)
-    cut_into = f", {len(num_parts)} files cut into {sum(num_parts)} parts" * bool(num_parts)
+    cut_into = f", {counted(len(num_parts), 'file')} cut into {sum(num_parts)} parts" * bool(num_parts)
     return table(
         (len(files), "files", f"{num_bytes / 1e6:.1f} MB"),
         (len(members), "splits", f"{min(shares):.1%} to {max(shares):.1%} of the bytes each{cut_into}"),

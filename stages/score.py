@@ -23,7 +23,7 @@ from stages.base.files import check_files
 from stages.base.outputs import ExperimentName
 from stages.base.packed import fingerprint
 from stages.base.params_file import load_params
-from stages.base.summary import Row, table
+from stages.base.summary import Row, counted, table
 from stages.export.lineage import Lineage
 from stages.export.scores import Scores, Summary, TaskScore
 from stages.model.files import CONFIG, LINEAGE
@@ -108,7 +108,8 @@ def score(
     for each in found:
         if each.contaminated:
             others = "" if each.clean_score is None else f"; {each.metric} without them is {each.clean_score:.4f}"
-            print(f"warning: {each.contaminated:,} questions of {each.task} are in the documents to train on{others}")
+            number = counted(each.contaminated, "question")
+            print(f"warning: {number} of {each.task} in the documents to train on{others}")
     scores = Scores(found, packages.VERSION, params.task_limit, params.task_chat)
     with publish.together(outputs.ANSWERS, outputs.SCORES, outputs.TASKS):
         publish.write_text(outputs.ANSWERS, answer_lines(measurements, of_entry))
@@ -208,7 +209,7 @@ def answer_lines(measurements: Measurements, flags: dict[str, list[bool | None]]
 
 def describe(found: TaskScore) -> Row:
     """A line for people."""
-    note = [f"{found.questions:,} questions"]
+    note = [counted(found.questions, "question")]
     if found.initial is not None:
         note.append(f"{found.initial:.4f} before training")
     if found.difference_stderr is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stages.base.errors import StageError, as_stage_error, explained
-from stages.base.summary import table
+from stages.base.summary import counted, table
 from tests.project import REPO
 
 PROGRAM = """
@@ -79,3 +79,5 @@ def test_code_of_another_clone_is_refused(tmp_path: Path) -> None:
 def test_numbers_of_all_stages_stand_below_each_other() -> None:
     text = "\n".join([table((8030261248, "parameters", "of a model")), table(("0 of 20", "splits reused", ""))])
     assert text == "8,030,261,248  parameters       of a model\n      0 of 20  splits reused"
+    assert table((1, "rows", "")) == f"{1:>13}  row" and counted(1, "file") == "1 file"
+    assert table((0, "rows", "")) == f"{0:>13}  rows" and counted(2000, "file") == "2,000 files"

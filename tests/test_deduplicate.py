@@ -196,7 +196,7 @@ def test_a_document_of_an_earlier_source_stays_and_else_the_longest() -> None:
     run()
     assert dropped().keys() == {(0, 0)}
     make_corpus([[" ".join(short)], [" ".join(long)]], sources=["good", "other"])
-    assert " ".join(run().split()) == "1 documents kept of 2 1 dropped 0 equal, 1 similar 2 of 2 splits reused"
+    assert " ".join(run().split()) == "1 document kept of 2 1 dropped 0 equal, 1 similar 2 of 2 splits reused"
     assert dropped().keys() == {(1, 0)}
     metrics = json.loads(Path("data/deduplicate.json").read_text())
     assert metrics["sources"] == {

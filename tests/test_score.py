@@ -394,9 +394,7 @@ def test_a_question_in_the_training_documents_is_counted_and_the_score_of_the_ot
     assert [row["row"] for row in answers("mc") if row["in_training"]] == [4]
     assert (found.contaminated, found.too_short) == (1, 0)
     assert found.clean_score == pytest.approx((sum(right) - right[4]) / 11, rel=1e-5)
-    warning = (
-        f"warning: 1 questions of mc are in the documents to train on; acc without them is {found.clean_score:.4f}\n"
-    )
+    warning = f"warning: 1 question of mc in the documents to train on; acc without them is {found.clean_score:.4f}\n"
     assert warning in capsys.readouterr().out
     metrics = json.loads(outputs.SCORES.read_text())["mc"]
     assert metrics == {"acc": found.score, "acc_clean": found.clean_score, "contaminated": 1, "too_short": 0}
