@@ -36,7 +36,7 @@ from stages.base.packed import (
     fingerprint,
 )
 from stages.base.params_file import load_params
-from stages.base.summary import Row, table
+from stages.base.summary import Row, counted, table
 from stages.model.manifest import ModelManifest
 from stages.tokenizing import chat_template, comparison, encoding, fast_tokenizer, packing, vocabulary
 from stages.work import arrow, reuse, skipped, workers
@@ -126,6 +126,8 @@ class Split(NamedTuple):
         return self.shard.rows - self.num_skipped
 
 
+NUM_REASONS = 5
+"""Of refused conversations that are printed, the most frequent ones; all are in the metrics."""
 _MAX_TIMES = 2
 """More than so many times their share of the documents is not held out as the last splits."""
 
@@ -264,7 +266,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
         lost = {reason: number for reason, number in counts.refused.items() if not reason.startswith("longer than")}
         share = sum(lost.values()) / max(1, counts.num_conversations + sum(counts.refused.values()))
         if share > params.max_left_out:
-            print(f"warning: {share:.0%} of the conversations are refused, so not trained: {remedies(lost)}")
+            print(f"warning: {share:.0%} of the conversations are refused, so not trained (see {METRICS})")
         name = fast_tokenizer.NAME if spec.is_fast else encoding.NAME
         encoder = EncoderMetrics(name, counts.num_slow, reason)
         metrics = PackMetrics(
@@ -304,14 +306,12 @@ def conversations_row(counts: packing.Counts) -> Row:
     """What became of the conversations, for people to read; prints why some were refused, or not written in full."""
     for where, left_out in sorted(counts.left_out.items()):
         print(f"note: the chat template leaves out {left_out} of {counts.strings[where]} strings of {where}")
-    number = sum(counts.refused.values())
-    if counts.refused:
-        most = max(counts.refused, key=lambda reason: counts.refused[reason])
-        reason = next((each.reason for each in counts.first_refused if each.reason.startswith(most)), most)
-        number_of_most = f"{counts.refused[most]} of {number} refused conversations"
-        print(f"note: {number_of_most}: {reason} (see {METRICS})")
-    share = counts.num_trained / max(1, counts.num_tokens)
-    return counts.num_conversations, "conversations", f"{share:.1%} of their tokens trained; {number:,} more refused"
+    for begin, number in sorted(counts.refused.items(), key=lambda item: -item[1])[:NUM_REASONS]:
+        reason = next((each.reason for each in counts.first_refused if each.reason.startswith(begin)), begin)
+        print(f"note: {counted(number, 'conversation')} refused: {reason}: {remedies([begin])}")
+    share, num_refused = counts.num_trained / max(1, counts.num_tokens), sum(counts.refused.values())
+    note = f"{share:.1%} of their tokens trained; {num_refused:,} more refused"
+    return counts.num_conversations, "conversations", note
 
 
 def check_left_out(counts: packing.Counts, params: PackParams) -> None:
@@ -635,7 +635,7 @@ def remedies(refused: Iterable[str]) -> str:
     """What to do where conversations were refused for these reasons."""
     reasons = [*refused]
     found = [remedy for begin, remedy in _REMEDIES.items() if any(each.startswith(begin) for each in reasons)]
-    return " or ".join(dict.fromkeys(found)) or "correct them"
+    return "; ".join(dict.fromkeys(found)) or "correct them"
 
 
 def too_few(wanted: TokenShard, rows: PackedRows, params: PackParams) -> str:

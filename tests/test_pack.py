@@ -693,8 +693,9 @@ def test_what_gives_no_tokens_is_counted_and_listed(capsys: pytest.CaptureFixtur
     make_corpus([[chat("a", "b"), long, chat("nobody answers")], [chat("a", "b")]])
     found = run(seq_length=64)["train"]["conversations"]
     assert found["refused"] == {"longer than a row": 1, "nothing of it is trained": 1}
-    warning = "warning: 25% of the conversations are refused, so not trained: give its answers text, map their role"
-    assert warning in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "warning: 25% of the conversations are refused, so not trained (see data/pack.json)\n" in output
+    assert "note: 1 conversation refused: nothing of it is trained: give its answers text, map their role" in output
     first, second = found["first_refused"]
     reason = r"longer than a row: 1.. tokens, and seq_length is 64"
     assert re.fullmatch(reason, first[0])
@@ -703,7 +704,7 @@ def test_what_gives_no_tokens_is_counted_and_listed(capsys: pytest.CaptureFixtur
     assert metrics()["train"]["conversations"]["conversations"] == 2
     make_corpus([[chat("a", "b"), *[long] * 3, chat("nobody answers")], [chat("a", "b")]])
     assert "; 4 more refused\n" in run_stage(seq_length=64)
-    note = rf"note: 3 of 4 refused conversations: {reason} \(see data/pack.json\)\n"
+    note = rf"note: 3 conversations refused: {reason}: raise seq_length\nnote: 1 conversation refused: "
     assert re.search(note, capsys.readouterr().out)
 
 
@@ -721,6 +722,16 @@ def test_a_token_within_turns_ends_no_generated_text() -> None:
     assert {*run(seq_length=64)["train"]["conversations"]["terminators"]} == {end, last}
     make_corpus([[earlier, reasons], [earlier]])
     assert run(seq_length=64)["train"]["conversations"]["terminators"] == [last]
+
+
+def test_the_reason_of_a_refused_call_of_a_tool_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    make_chat_model()
+    called = chat("a", "b", "c", "")
+    called["messages"][3]["tool_calls"] = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    make_corpus([[chat("a", "b"), called], [chat("a", "b")]])
+    [reason] = run(seq_length=64)["train"]["conversations"]["refused"]
+    assert reason.endswith("of a turn of the assistant; with train_on last, only the last turn must be there")
+    assert f"{reason}: set chat_template to the file of one that writes them" in capsys.readouterr().out
 
 
 def test_what_the_chat_template_leaves_out_is_refused_above_a_share(capsys: pytest.CaptureFixture[str]) -> None:

@@ -312,7 +312,7 @@ def _check_leaves(pieces: list[Piece], leaves: list[Leaf], wanted: set[int]) -> 
     for number, leaf in enumerate(leaves):
         if leaf.message in wanted and counts[number] != 1:
             does = "repeats" if counts[number] else "leaves out"
-            last = "" if counts[number] else "; with train_on: last, only the last turn must be there"
+            last = "" if counts[number] else "; with train_on last, only the last turn must be there"
             raise Refused(f"the chat template {does} the {leaf.kind} of a turn of the assistant{last}")
     order = [leaves[piece.leaf].message for piece in pieces if piece.leaf is not None]
     turns = [message for message, _ in groupby(order) if message in wanted]
