@@ -10,6 +10,7 @@ import codecs
 import dataclasses
 import json
 import os
+import shlex
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,7 +31,7 @@ from stages.base.names import printable
 from stages.base.origin import Origin
 from stages.base.params_file import load_params
 from stages.base.process import paused_collector
-from stages.base.summary import table
+from stages.base.summary import counted, table
 from stages.formats import rules
 from stages.formats.limits import LIMITS, Limits
 from stages.formats.rules import RecordCounts, Rule, RuleCounts
@@ -270,7 +271,7 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
         # The manifest has other digests than the files now: this text would mix two states of raw_dir.
         if changed := [*{path: None for result in results for path in result.changed}]:  # parts: each file once
             raise StageError(
-                f"{len(changed)} files were changed or removed after organize, the first is {changed[0]}: "
+                f"{counted(len(changed), 'file')} changed or removed after organize, the first is {changed[0]}: "
                 "run `dvc repro` to organize them again"
             )
         counts = sum((result.counts for result in results), SplitCounts())
@@ -292,40 +293,39 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
             dataset.write(directory)
     if counts.structured_files:
         print(
-            f"note: {counts.structured_files:,} files have no rule (docs/formats.md): each of their strings is a "
-            "document, or of CSV the file"
+            f"note: {counted(counts.structured_files, 'file')} without a rule (docs/formats.md): each CSV file is a "
+            "document, and each string of the others"
         )
-        if found := find_conversations(params, summary):
-            remedy = f"add to records: {found[1]}" if params.records else f"set records: [{found[1]}]"
-            print(f"warning: {found[0]} has conversations, whose strings are separate documents: {remedy}")
+        if found := find_conversations(params, raw_paths(summary)):
+            print(f"warning: {found}")
     if silent := sorted(find_silent(results) - rejected_names):
         print(
-            f"warning: {len(silent)} files have no text, and nothing in them was rejected, such as {silent[0]}: "
-            f"`python -m stages.extract --preview {params.raw_dir}/{silent[0]}` shows why"
+            f"warning: {counted(len(silent), 'file')} without text, of which nothing was rejected, such as "
+            f"{silent[0]}: `{_preview_of(silent[0], params)}` shows why"
         )
     if fallback:
         print(
-            f"warning: {counts.fallback_encoded_files} files are not in UTF-8 and were read as "
-            f"{params.fallback_encoding} (fallback_encoding), such as {fallback[0]}: see whether they look right with "
-            f"`python -m stages.extract --preview {params.raw_dir}/{fallback[0]}`"
+            f"warning: {counted(counts.fallback_encoded_files, 'file')} not in UTF-8, and read as "
+            f"{params.fallback_encoding} (fallback_encoding), such as {fallback[0]}: see with "
+            f"`{_preview_of(fallback[0], params)}` whether the text looks right"
         )
     # Only after success: what a failed run finished is what the next one reuses.
     store.trim(int(runtime.reuse_gib * 2**30))
     num_rejections = counts.rejected.total()
     num_left_out = sum(sum(rule.left_out.values()) for rule in of_rules)
-    rejected_of = f"{num_rejections:,} rejected in {len(rejected_names):,} files"
-    why = f"{rejected_of}, {num_left_out:,} left out by rules: see {METRICS}"
+    rejected_of = f"{num_rejections:,} rejected in {counted(len(rejected_names), 'file')}"
+    dropped = f"{rejected_of}, {num_left_out:,} left out by rules: see {METRICS}"
     # Not the empty ones, which are all equal: all but the first come from the store in any run.
     used = [result.is_reused for result, split in zip(results, summary.splits, strict=True) if split.files]
-    notes = [
-        f"note: records.{index} does not {what}: {', '.join(names[:NUM_PRINTED])}{remedy.format(names[0])}"
-        for index, rule in enumerate(of_rules)
-        for what, names, remedy in (
-            ("use the columns", rule.unused_columns, ""),
-            ("know the roles", rule.unknown_roles, " (add such as roles: {{{}: user}})"),
-        )
-        if names
-    ]
+    notes: list[str] = []
+    for index, rule in enumerate(of_rules):
+        of_records = f" of {counted(rule.records, 'record')}"
+        notes += [f"note: records.{index} leaves out {num:,}{of_records}: {why}" for why, num in rule.left_out.items()]
+        if names := rule.unused_columns[:NUM_PRINTED]:
+            notes.append(f"note: records.{index} does not use the columns: {', '.join(names)}")
+        if names := rule.unknown_roles[:NUM_PRINTED]:
+            remedy = rules.remedy_of_role(names[0])
+            notes.append(f"note: records.{index} does not know the roles: {', '.join(names)}: {remedy}")
     lengths = (
         f"{counts.characters / 1e6:.1f} M characters, mean {counts.characters / counts.strings:.0f}, "
         f"{counts.short_strings / counts.strings:.0%} below {SHORT}"
@@ -333,12 +333,12 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
         else ""
     )
     num_dropped = num_rejections + num_left_out
-    counted = table(
+    summed = table(
         (counts.strings, "documents", lengths),
-        (num_dropped, "dropped", why if num_dropped else f"of {counts.files:,} files"),
+        (num_dropped, "dropped", dropped if num_dropped else f"of {counted(counts.files, 'file')}"),
         (f"{sum(used)} of {len(used)}", "splits reused", ""),
     )
-    return "\n".join([*notes, counted])
+    return "\n".join([*notes, summed])
 
 
 def raw_paths(summary: splits.Summary) -> Iterator[str]:
@@ -347,12 +347,12 @@ def raw_paths(summary: splits.Summary) -> Iterator[str]:
         yield from (file.path for file in splits.read_manifest(splits.SPLITS / split.manifest, split.digest))
 
 
-def find_conversations(params: ExtractParams, summary: splits.Summary) -> tuple[str, str] | None:
-    """A file of JSON Lines without a rule that begins with a conversation, and the rule for those beside it.
+def find_conversations(params: ExtractParams, paths: Iterable[str]) -> str | None:
+    """Names a file of JSON Lines without a rule that begins with a conversation, and the rule for those beside it.
 
     Of the first files alone: there may be a million. The rule is for one directory, as others may have documents.
     """
-    lines = (path for path in raw_paths(summary) if path.endswith((".jsonl", ".ndjson")))
+    lines = (path for path in paths if path.endswith((".jsonl", ".ndjson")))
     for path in islice((path for path in lines if not rules.find(params.records, path)), NUM_PRINTED):
         with suppress(OSError, ValueError, RecursionError), Path(params.raw_dir, path).open("rb") as raw:
             record = json.loads(raw.readline(1 << 20))
@@ -362,8 +362,15 @@ def find_conversations(params: ExtractParams, summary: splits.Summary) -> tuple[
                     if isinstance(first, dict) and keys <= first.keys():
                         directory, *below = Path(path).parts
                         files = f"{directory}/**/*" * bool(below) or "*"
-                        return path, f'{{files: "{files}{Path(path).suffix}", messages: $.{name}{more}}}'
+                        rule = f'{{files: "{files}{Path(path).suffix}", messages: $.{name}{more}}}'
+                        remedy = f"add to records: {rule}" if params.records else f"set records: [{rule}]"
+                        return printable(f"{path} has conversations, whose strings are separate documents: {remedy}")
     return None
+
+
+def _preview_of(path: str, params: ExtractParams) -> str:
+    """The command that shows what becomes of a raw file."""
+    return f"python -m stages.extract --preview {shlex.quote(f'{params.raw_dir}/{path}')}"
 
 
 def find_silent(results: Iterable[SplitResult]) -> set[str]:
@@ -532,13 +539,14 @@ def preview(file: Path, params: ExtractParams) -> str:
         raise StageError(f"there is no {file}, here or below {params.raw_dir}")
     if path.startswith("..") or not Path(params.raw_dir, path).is_file():
         raise StageError(f"{file} is not a file below {params.raw_dir}: name one, such as {params.raw_dir}/a.jsonl")
-    if not suffixes.find(path):
+    if not (suffix := suffixes.find(path)):
         compressed = " or ".join(suffixes.COMPRESSIONS)
         raise StageError(
             f"{file} is not read: its name ends in none of {', '.join(suffixes.FORMATS)} "
             f"(and {compressed}, but not after {', '.join(suffixes.TABLES)}): rename it if it has this format"
         )
     found = rules.find(params.records, path)
+    unit = "the file" if suffix[0] in ("text", "csv", "tsv") else "each string"
     with tempfile.TemporaryDirectory() as directory:
         shard = Path(directory, "rows")
         raw = splits.RawFile(path, *tree.measure(Path(params.raw_dir, path)))
@@ -551,15 +559,16 @@ def preview(file: Path, params: ExtractParams) -> str:
         shown = [_show(number, *row) for number, row in enumerate(islice(rows, NUM_PREVIEWED), 1)]
     return "\n".join(
         [
-            f"{printable(path)}: " + (f"records.{found[0]}" if found else "no rule: each string is a document"),
+            f"{printable(path)}: " + (f"records.{found[0]}" if found else f"no rule: {unit} is a document"),
             *_skipped(printable(path)),
             *[f"it is not UTF-8: read as {params.fallback_encoding} (fallback_encoding)"] * bool(result.fallback),
             *shown,
-            f"{result.counts.strings} rows"
+            counted(result.counts.strings, "row")
             + ", as it has no text" * bool(result.silent)
             + f", of {params.min_chars} characters or more" * (params.min_chars > 1),
             *map(str, join_parts(result.rejected, NUM_PREVIEWED)),
             *(count_rules(params.records, [result])[found[0]].describe() if found else ()),
+            *filter(None, [find_conversations(params, [path])]),
         ]
     )
 
@@ -635,9 +644,9 @@ def too_many(number: int, rejected: list[Rejection], limit: int) -> list[str]:
     lines = [str(entry) for _, entry in sorted(first_of_file.items())[:NUM_PRINTED]]
     more = [f"... and {number - NUM_PRINTED} more"] * (number > NUM_PRINTED)
     is_encoding = any(entry.reason == "unknown encoding" for entry in rejected)
-    fix = "set fallback_encoding, or fix them" if is_encoding else "fix them"
-    remedy = f"{number} files could not be read in full, and max_rejected_files is {limit}: {fix}, or raise it"
-    remedy += f", which keeps the rest of them (all: {METRICS})"
+    fix = "change fallback_encoding, or fix them" if is_encoding else "fix them"
+    remedy = f"{counted(number, 'file')} could not be read in full, and max_rejected_files is {limit}: {fix}"
+    remedy += f", or raise it, which keeps the rest of them (all: {METRICS})"
     return [*lines, *more, remedy]
 
 

@@ -194,7 +194,7 @@ def test_trap_05_each_file_that_is_not_as_organized_is_refused() -> None:
     organize_raw(num_splits=3)
     for path, name, change in files:
         change(Path("data/raw", path), contents[name])
-    refused = rf"^{len(files)} files were changed or removed after organize, the first is .*: run `dvc repro`"
+    refused = rf"^{len(files)} files changed or removed after organize, the first is .*: run `dvc repro`"
     with pytest.raises(StageError, match=refused):
         extract(dataclasses.replace(PARAMS, max_rejected_files=999), RUNTIME)
     assert not CORPUS.exists()
@@ -316,12 +316,10 @@ def test_trap_06_encodings_are_detected(capsys: pytest.CaptureFixture[str]) -> N
     ]
     metrics = check(*cases, ("a.csv", b"\x81\xff", [], "unknown encoding at None: utf-8: .*; cp1252: "))
     assert (metrics["fallback_encoded_files"], metrics["fallback_encoded"]) == (2, ["003/cp1252.txt", "004/cp1252.txt"])
-    message = (
-        "2 files are not in UTF-8 and were read as cp1252 (fallback_encoding), such as 003/cp1252.txt: see whether"
-    )
+    message = "2 files not in UTF-8, and read as cp1252 (fallback_encoding), such as 003/cp1252.txt: see with "
     assert message in capsys.readouterr().out
     with pytest.raises(
-        StageError, match=r"3 files could not be read in full, .*: set fallback_encoding, or fix them, or raise"
+        StageError, match=r"3 files could not be read in full, .*: change fallback_encoding, or fix them, or raise"
     ):
         extract_raw(fallback_encoding=None)
     check(
@@ -1142,12 +1140,21 @@ def test_files_that_give_nothing_are_named(capsys: pytest.CaptureFixture[str]) -
     params: Any = {"num_splits": 3, "records": [{"files": "rule/*", "text": "$.text"}], "max_rejected_files": 1}
     for _ in range(2):  # the second time from the store
         extract_raw(**params)
-        expected = f"{len(silent)} files have no text, and nothing in them was rejected, such as a.json: `python"
+        expected = f"{len(silent)} files without text, of which nothing was rejected, such as a.json: `python"
         assert expected in capsys.readouterr().out
     for name in silent:
         Path("data/raw", name).unlink()
     extract_raw(**params)
-    assert "no text" not in capsys.readouterr().out
+    assert "without text" not in capsys.readouterr().out
+
+
+def test_a_command_in_a_message_has_the_name_in_quotes(capsys: pytest.CaptureFixture[str]) -> None:
+    put({"a b/c.txt": "", "x.txt": "x", "é y.txt": b"\xe9\xe9"})
+    extract_raw(fallback_encoding="cp1252")
+    output = capsys.readouterr().out
+    assert "warning: 1 file without text, " in output and "warning: 1 file not in UTF-8, " in output
+    for name in ("a b/c.txt", "é y.txt"):
+        assert f"`python -m stages.extract --preview 'data/raw/{name}'` " in output
 
 
 def test_too_many_rejected_files_fail_after_all_were_read() -> None:

@@ -265,7 +265,7 @@ def test_trap_32_a_rule_without_a_row_is_an_error_that_shows_what_it_leaves_out(
     put({"z.jsonl": jsonl({"text": "z"}), "y.json": "[]", "x.jsonl": ""})
     metrics = extract_raw(records=[{"files": "*", **TEXT}])
     assert (read_rows(), len(metrics["rules"][0]["first_left_out"])) == (["z"], 5)
-    assert "8 files have no text, and nothing in them was rejected, such as a.jsonl: `" in capsys.readouterr().out
+    assert "8 files without text, of which nothing was rejected, such as a.jsonl: `" in capsys.readouterr().out
 
 
 def test_trap_32_one_record_of_a_file_that_was_cut_is_a_row() -> None:
@@ -277,19 +277,26 @@ def test_trap_32_one_record_of_a_file_that_was_cut_is_a_row() -> None:
     assert len(rule["first_left_out"]) == 5
 
 
+def test_what_a_rule_leaves_out_is_told_with_the_reason() -> None:
+    put({"a.jsonl": jsonl(*({name: "a"} for name in ("text", "note", "text")))})
+    extract_raw(records=[{"files": "*", **TEXT}])
+    message = extract(replace(PARAMS, records=[Rule(files="*", **TEXT)]), RUNTIME)
+    assert "note: records.0 leaves out 1 of 3 records: no string at $.text\n" in message
+
+
 def test_files_without_a_rule_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     put({"a.jsonl": jsonl({"messages": CHAT}), "b.yaml": "a: b", "c.csv": "text\na", "d.txt": "d"})
     for _ in range(2):  # then from the store
         extract_raw(num_splits=2)
         output = capsys.readouterr().out
-        assert "note: 3 files have no rule (docs/formats.md): each of their strings is" in output
+        assert "note: 3 files without a rule (docs/formats.md): each CSV file is a document, and each string" in output
         line = 'set records: [{files: "*.jsonl", messages: $.messages}]'
         assert f"warning: a.jsonl has conversations, whose strings are separate documents: {line}\n" in output
     put({"a.jsonl": jsonl({"messages": [1], "tables": [{"role": "b"}]})})
     extract_raw(num_splits=2)
     assert "has conversations" not in capsys.readouterr().out
     extract_raw(num_splits=2, records=[{"files": "?.yaml", "text": "$"}, {"files": "*"}])
-    assert "have no rule" not in capsys.readouterr().out
+    assert "without a rule" not in capsys.readouterr().out
 
 
 def test_the_rule_in_the_warning_about_conversations_reads_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -625,9 +632,10 @@ def test_roles_that_nobody_knows_are_named() -> None:
     params = replace(PARAMS, records=[Rule(files="*")])
     assert extract_raw(num_splits=2, records=[{"files": "*"}])["rules"][0]["unknown_roles"] == ["agent"]
     message = extract(params, RUNTIME)
-    assert "note: records.0 does not know the roles: agent (add such as roles: {agent: user})\n" in message
+    remedy = "add `roles: {agent: ROLE}` to the rule, where ROLE is user, assistant, ..."
+    assert f"note: records.0 does not know the roles: agent: {remedy}\n" in message
     shown = preview(Path("a.jsonl"), params)
-    assert shown.endswith("roles that are not known: agent: say what they are, as in roles: {agent: user}")
+    assert shown.endswith(f"roles that are not known: agent: {remedy}")
     for role in ("assistant", "agent"):
         metrics = extract_raw(num_splits=2, records=[{"files": "*", "roles": {"agent": role}}])
         assert metrics["rules"][0]["unknown_roles"] == []
@@ -708,13 +716,16 @@ def test_the_preview_shows_what_the_rules_make_of_a_file() -> None:
         assert shown.startswith("a.jsonl: records.1\n--- 1: a document\ntext 0\n--- 2: a document\ntext 1\n")
         assert "text 5" not in shown
         assert shown.endswith(
-            "99 rows\n1 records left out: no string at $.text\n"
+            "99 rows\n1 record left out: no string at $.text\n"
             "a.jsonl, line 100: no string at $.text: the keys are messages\n"
             "columns that the rule does not use: messages"
         )
     assert '--- 1: a conversation\n{\n  "messages": [\n    {\n      "role": "user",' in show("c/chat.jsonl", *rules)
+    assert show("d.txt").startswith("d.txt: no rule: the file is a document\n")
+    add = 'separate documents: add to records: {files: "c/**/*.jsonl", messages: $.messages}'
+    assert show("c/chat.jsonl", *rules[1:]).endswith(add)
     assert show("a.jsonl").startswith("a.jsonl: no rule: each string is a document\n--- 1: a document\ntext 0\n")
-    assert "x... (5000 characters)\n1 rows" in show("d.txt", *rules)
+    assert "x... (5000 characters)\n1 row" in show("d.txt", *rules)
     for broken in ("{", '{"a": "b\n', '{"a": "b\r\n'):
         put({"e.jsonl": broken})
         assert show("e.jsonl").endswith("0 rows\ne.jsonl: invalid JSON at line 1: the document does not end")

@@ -17,6 +17,7 @@ from pydantic import AfterValidator, ConfigDict
 
 from stages.base.errors import StageError
 from stages.base.names import printable
+from stages.base.summary import counted
 from stages.splits import suffixes
 
 TEXT, MESSAGES = 0, 1
@@ -266,16 +267,19 @@ class RuleCounts:
 
     def describe(self) -> list[str]:
         """Lines for people: what has no row, with the first of these records, and what is not used."""
-        lines = [f"{number} records left out: {reason}" for reason, number in self.left_out.items()]
+        lines = [f"{counted(number, 'record')} left out: {reason}" for reason, number in self.left_out.items()]
         lines += map(str, self.first_left_out)
         if self.unused_columns:
             lines.append(f"columns that the rule does not use: {', '.join(self.unused_columns[:_NUM_NAMES])}")
         if self.unknown_roles:
-            first, *_ = names = self.unknown_roles[:_NUM_NAMES]
-            lines.append(
-                f"roles that are not known: {', '.join(names)}: say what they are, as in roles: {{{first}: user}}"
-            )
+            names = self.unknown_roles[:_NUM_NAMES]
+            lines.append(f"roles that are not known: {', '.join(names)}: {remedy_of_role(names[0])}")
         return lines
+
+
+def remedy_of_role(name: str) -> str:
+    """What to do about a role that is not known. Only the user knows whether it is that of the assistant."""
+    return f"add `roles: {{{name}: ROLE}}` to the rule, where ROLE is user, assistant, ..."
 
 
 @cache
