@@ -327,7 +327,7 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
             remedy = rules.remedy_of_role(names[0])
             notes.append(f"note: records.{index} does not know the roles: {', '.join(names)}: {remedy}")
     lengths = (
-        f"{counts.characters / 1e6:.1f} M characters, mean {counts.characters / counts.strings:.0f}, "
+        f"{counts.characters:,} characters, mean {counts.characters / counts.strings:.0f}, "
         f"{counts.short_strings / counts.strings:.0%} below {SHORT}"
         if counts.strings
         else ""

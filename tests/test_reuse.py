@@ -160,7 +160,7 @@ def test_the_lengths_of_all_strings_are_counted_also_in_splits_that_are_reused()
     assert_lengths([*strings, "a" * 9999])
     short = sum(len(string) < 20 for string in strings)
     mean = result()[1]["mean_characters"]
-    assert re.match(rf" +1,000  documents +[\d.]+ M characters, mean {mean}, {short / 1000:.0%} below 20\n", output)
+    assert re.match(rf" +1,000  documents +[\d,]+ characters, mean {mean}, {short / 1000:.0%} below 20\n", output)
     shutil.rmtree("data/raw")
     put({"9.txt": ""})
     run(limits=limits)
