@@ -65,7 +65,7 @@ def main() -> None:
     name = printable(model.model_name)
     if warning := tokenizer.compared_with_file(loaded, model.directory()):
         print(f"warning: {warning}")
-    if terms.problem:
+    if terms.problem and model.weights:  # random weights have none yet
         print(f"warning: the license of {name} is unknown: {terms.problem}")
     if model.commit is not None and hub_cache.listing(model.model_name, model.commit) is None:
         # Filled by an older tool, or copied without it. The Hub is not asked: the cache has all that must be there.

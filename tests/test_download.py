@@ -166,7 +166,7 @@ def test_the_stage_writes_a_manifest_that_is_reproducible(run_stage: Callable[[s
     assert re.search(
         r"5,\d{3}  parameters +LlamaForCausalLM, random weights\n +[\d,]+  bytes +model, a local directory\n", output
     )
-    assert "hf download" not in output
+    assert "hf download" not in output and "license" not in output
     first, found = MODEL_MANIFEST.read_bytes(), ModelManifest.read()
     assert found == describe("model")
     assert (found.dtype, found.directory()) == ("bfloat16", Path("model"))
