@@ -348,14 +348,15 @@ def raw_paths(summary: splits.Summary) -> Iterator[str]:
 
 
 def find_conversations(params: ExtractParams, paths: Iterable[str]) -> str | None:
-    """Names a file of JSON Lines without a rule that begins with a conversation, and the rule for those beside it.
+    """Names a file of JSON without a rule that begins with a conversation, and the rule for those beside it.
 
     Of the first files alone: there may be a million. The rule is for one directory, as others may have documents.
     """
-    lines = (path for path in paths if path.endswith((".jsonl", ".ndjson")))
+    lines = (path for path in paths if path.endswith((".json", ".jsonl", ".ndjson")))
     for path in islice((path for path in lines if not rules.find(params.records, path)), NUM_PRINTED):
         with suppress(OSError, ValueError, RecursionError), Path(params.raw_dir, path).open("rb") as raw:
-            record = json.loads(raw.readline(1 << 20))
+            text = raw.read(1 << 20).decode("utf-8-sig", "ignore")
+            record, _ = json.JSONDecoder().raw_decode(text.lstrip("[ \t\r\n"))  # the first line, or of a list
             for name, value in record.items() if isinstance(record, dict) else ():
                 first = value[0] if value and isinstance(value, list) else None
                 for keys, more in ({"role", "content"}, ""), ({"from", "value"}, ", role: from, content: value"):

@@ -299,9 +299,19 @@ def test_files_without_a_rule_are_told_once(capsys: pytest.CaptureFixture[str]) 
     assert "without a rule" not in capsys.readouterr().out
 
 
-def test_the_rule_in_the_warning_about_conversations_reads_them(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("b.jsonl", jsonl({"conversations": SHAREGPT})),
+        ("b.json", json.dumps([{"conversations": SHAREGPT}], indent=2)),
+        ("b.json", json.dumps({"conversations": SHAREGPT})),
+    ],
+)
+def test_the_rule_in_the_warning_about_conversations_reads_them(
+    name: str, content: str | bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
     # Of its directory alone: a rule for all .jsonl would leave out the documents of the other one.
-    put({"web/a.jsonl": jsonl({"body": "a"}), "chat/new/b.jsonl": jsonl({"conversations": SHAREGPT})})
+    put({"web/a.jsonl": jsonl({"body": "a"}), f"chat/new/{name}": content})
     text = {"files": "web/*", "text": "$.body"}
     metrics = extract_raw(records=[text])
     assert metrics["strings"] == 1 + 2 * len(SHAREGPT)
