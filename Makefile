@@ -23,7 +23,7 @@ endif
 # DVC compares the beginnings of the names; what is kept wins over what is dropped. `.*/`, `.*\.lock`, `models` and
 # `evals` are files.
 KEEP ?= validation_loss|steps|tokens|memory
-show: ## Show the experiments in a table; KEEP='tokens|memory': other metrics; ARGS=-A: those of older commits too
+show: ## Show the experiments in a table; KEEP='tokens|memory': other metrics; ARGS='--num 5': those of older commits too
 	@.venv/bin/dvc exp show --only-changed --keep '$(KEEP)' $(if $(findstring loss,$(KEEP)),--sort-by validation_loss) \
 		--drop '.*/|.*\.lock|models$$|evals$$|Created|Executor|.*loss|steps|tokens|memory|perplexity|bits' $(ARGS)
 
