@@ -103,12 +103,7 @@ def describe(params: DownloadParams) -> ModelManifest:
     _check_tokenizer(params.model_name, directory)
 
     # torch and transformers take seconds to import: not for --help
-    from transformers import AutoConfig
-
     from stages.forward.adapter_probe import describe_linears
-    from stages.forward.attention_choice import sees_what_follows
-    from stages.forward.load_probe import changed_by_loading
-    from stages.forward.small_copy import small_config
     from stages.model import meta
 
     _check_generation_config(directory)
@@ -147,21 +142,7 @@ def describe(params: DownloadParams) -> ModelManifest:
             **loaded.fields(),
         )
         _check_trainable(manifest, is_quantized=getattr(model.config, "quantization_config", None) is not None)
-    given = AutoConfig.from_pretrained(directory, local_files_only=True)
-    small = small_config(given)
-    if small is None:  # nothing can be tried
-        return manifest
-    if sees_what_follows(small):
-        raise StageError(
-            f"model_name is {params.model_name!r}: in {manifest.architecture}, with this {CONFIG}, a token sees those "
-            "after it, as in an encoder: it would learn to copy the next one. Use a model that generates text"
-        )
-    if changed := changed_by_loading(small, given):
-        raise StageError(
-            f"model_name is {params.model_name!r}: as transformers loads {manifest.architecture}, it overwrites "
-            f"{changed[0]}, so the trained model would not be the one that is loaded: set pad_token_id to null in the "
-            f"{CONFIG} of a copy, or use another model"
-        )
+    _check_small_copy(manifest, directory)
     return manifest
 
 
@@ -202,6 +183,35 @@ def _check_trainable(model: ModelManifest, is_quantized: bool) -> None:
         )
     if model.max_seq_length is not None and model.max_seq_length < 2:
         raise StageError(f"{CONFIG}: max_position_embeddings is {model.max_seq_length}: correct it in a copy")
+
+
+def _check_small_copy(model: ModelManifest, directory: Path) -> None:
+    """Refuse what a small random copy of the model shows, if there can be one.
+
+    Raises:
+        StageError: its tokens see what follows, or it would not be loaded as it was trained.
+    """
+    from transformers import AutoConfig
+
+    from stages.forward.attention_choice import sees_what_follows
+    from stages.forward.load_probe import changed_by_loading
+    from stages.forward.small_copy import small_config
+
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    small = small_config(config)
+    if small is None:
+        return
+    if sees_what_follows(small):
+        raise StageError(
+            f"model_name is {model.model_name!r}: in {model.architecture}, with this {CONFIG}, a token sees those "
+            "after it, as in an encoder: it would learn to copy the next one. Use a model that generates text"
+        )
+    if changed := changed_by_loading(small, config):
+        raise StageError(
+            f"model_name is {model.model_name!r}: as transformers loads {model.architecture}, it overwrites "
+            f"{changed[0]}, so the trained model would not be the one that is loaded: set pad_token_id to null in the "
+            f"{CONFIG} of a copy, or use another model"
+        )
 
 
 def describe_license(model: ModelManifest) -> ModelLicense:
