@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,13 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from stages import download
 from stages.base import history
 from stages.base.errors import StageError
-from stages.base.packed import TRAIN, VALIDATION
+from stages.base.packed import TRAIN, VALIDATION, PackedTokens
 from stages.base.params_file import load_params
 from stages.checkpointing import decision, run
 from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, step_name
 from stages.checkpointing.state import TrainMetrics
 from stages.forward.batch import Marks, count_labels, make_batch
-from stages.forward.rows import TokenRows
+from stages.forward.rows import TokenRows, _open
 from stages.launching.hooks import RankHooks
 from stages.launching.rank import start
 from stages.launching.runtime import Launch, TrainRuntime, how_to_resume, read_launch
@@ -39,7 +39,7 @@ from stages.training.loader import BatchLoader
 from stages.training.order import permute, step_rows
 from stages.training.params import TrainParams
 from stages.training.schedule import learning_rate
-from tests.project import Project, wait_for
+from tests.project import Project, flip_bit, wait_for
 from tests.ranks import Ranks
 from tests.trainings import each_rank, newest_checkpoint
 
@@ -108,6 +108,16 @@ def test_marks_say_what_is_trained_and_where_documents_begin() -> None:
     assert batch["cu_seq_lens"].tolist() == [0, 5, 8]
     batch = make_batch(rows, 0, document_mask=False, marks=Marks(trained, starts))
     assert batch["labels"].tolist() == [[-100, 0, -100, -100, 9, 0, -100, -100]]
+
+
+def test_a_damaged_file_of_rows_is_one_message(here: Project) -> None:
+    path = next(iter(PackedTokens.read(TRAIN).digests))
+    content = path.read_bytes()
+    for index in range(400):  # of the schema and the first rows
+        flip_bit(path, index)
+        with suppress(StageError):
+            _open(path)
+        path.write_bytes(content)
 
 
 @pytest.mark.parametrize(("eval_rows", "expected"), [(5, [0, 2, 5, 8, 11]), (None, range(14)), (100, range(14))])

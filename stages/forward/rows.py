@@ -12,7 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from stages.base.dataset import STATE
-from stages.base.errors import StageError
+from stages.base.errors import StageError, explained
 from stages.base.packed import PackedTokens
 
 
@@ -105,9 +105,6 @@ def _bits(array: pa.BooleanArray, first: int, count: int) -> NDArray[np.bool_]:
 
 
 def _open(path: Path) -> pa.Table:
-    try:
+    remedy = "run `dvc repro -f -s pack`"
+    with explained(lambda problem: StageError(f"{path} is not a complete Arrow file ({problem}): {remedy}")):
         return pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
-    except (pa.ArrowInvalid, OSError) as error:
-        if isinstance(error, OSError) and error.errno:  # of the disk; that of a file which ends too early has no number
-            raise
-        raise StageError(f"{path} is not a complete Arrow file ({error}): run `dvc repro -f -s pack`") from None
