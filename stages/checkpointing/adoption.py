@@ -1,7 +1,6 @@
 """Take a checkpoint of another run into the directory of a run, which then resumes from it as from its own."""
 
 import dataclasses
-import os
 from pathlib import Path
 
 from stages.base import publish
@@ -31,8 +30,7 @@ def adopt(run: Run, checkpoint: Path) -> Path:
         history = history.without("validation_loss")
     tensors = {name: entry for name, entry in manifest.files.items() if "/" in name}
     path = run.directory / checkpoint.name
-    if os.path.lexists(path):  # no checkpoint: a part of one that somebody has copied
-        retention.quarantine(path)
+    retention.quarantine(path)  # it may be a part of a checkpoint
     with publish.directory(path) as target:
         for name in tensors:
             (target / name).parent.mkdir(parents=True, exist_ok=True)

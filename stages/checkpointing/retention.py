@@ -93,8 +93,12 @@ def delete(paths: Iterable[Path]) -> None:
 
 
 def quarantine(path: Path) -> None:
-    """Rename a damaged checkpoint, so that the run can publish that step again and a person can look at it."""
-    _rename(path, DAMAGED)
+    """Rename what is in the place of a checkpoint, if anything is, so that the run can publish that step.
+
+    A person can look at it: a damaged checkpoint, or a part of one that somebody has copied.
+    """
+    if os.path.lexists(path):
+        _rename(path, DAMAGED)
 
 
 def _rename(path: Path, suffix: str) -> Path:

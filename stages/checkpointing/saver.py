@@ -6,7 +6,6 @@ checkpoint and interrupted, it loads as a mix of both, and it does not notice a 
 """
 
 import dataclasses
-import os
 import shutil
 import sys
 import time
@@ -246,8 +245,7 @@ class Saver:
             if (directory / MANIFEST).is_file():  # renamed at the last try, which failed after that
                 publish.sync_directory(directory.parent)
                 return True
-            if os.path.lexists(directory):  # no checkpoint: a part of one that somebody has copied
-                retention.quarantine(directory)
+            retention.quarantine(directory)  # it may be a part of a checkpoint
             shutil.rmtree(temporary, ignore_errors=True)  # a crash at this step may have left files of more ranks
             temporary.mkdir(parents=True)
             return False
