@@ -6,7 +6,7 @@ Writes   nothing; `prune --yes` deletes
 Example  python -m stages.checkpoints list | verify | prune [--other-runs] [--yes]
 
 prune keeps the newest valid checkpoint of each run and its best; of an unfinished run also the newest
-`runtime.keep_checkpoints`. With --other-runs, it deletes all checkpoints but those of the current run. It never touches
+`runtime.keep_checkpoints`. With --other-runs, it also deletes all checkpoints of other runs. It never touches
 a run that is being trained, nor the checkpoint that run.json points to. It also deletes what a killed `python -m
 stages.lineage segments` has left.
 """
@@ -49,8 +49,8 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="run, step, size, age, validation loss and state of each checkpoint")
     commands.add_parser("verify", help="compare every file with its manifest")
-    pruning = commands.add_parser("prune", help="show what can be deleted")
-    pruning.add_argument("--other-runs", action="store_true", help="all checkpoints but those of the current run")
+    pruning = commands.add_parser("prune", help="show what no resume needs: of a finished run all but newest and best")
+    pruning.add_argument("--other-runs", action="store_true", help="also all checkpoints of runs but the current one")
     pruning.add_argument("--yes", action="store_true", help="delete it")
     arguments = parser.parse_args()
     params = load_params(TrainParams)
