@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 def main() -> None:
     """Measure as one of the ranks that `score` has started."""
     command.parser(__doc__).parse_args()
+    os.environ["TQDM_DISABLE"] = "1"  # the bars of lm-eval; tqdm reads it once, when torch imports tqdm
     asking.answer(Request, _measure, remedies)
 
 
@@ -35,7 +36,7 @@ def _measure(request: Request, heartbeat: "Heartbeat") -> Measurements:
 
 def prepare(packages: str) -> None:
     """Make lm-eval importable from the directory `packages`, and keep it to this machine."""
-    os.environ |= dict.fromkeys(("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE", "TQDM_DISABLE"), "1")  # bars of lm-eval
+    os.environ |= dict.fromkeys(("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"), "1")
     os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
     sys.path.append(packages)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
