@@ -244,7 +244,10 @@ def test_trap_32_a_rule_without_a_row_is_an_error_that_shows_what_it_leaves_out(
             {"each": "$.items[*]", **TEXT}, '{"rows": [{"text": "a"}]}',
             "line 1: no record at $.items[*]: the keys are rows",
         ),
-        "f.yaml": (TEXT, "- a\n- b\n", "line 1: no string at $.text: the keys are (none: a list)"),
+        "f.yaml": (
+            TEXT, "- text: a\n",
+            'line 1: no string at $.text: the keys are (none: a list, whose elements `each: "$[*]"` reads)',
+        ),
         "g.jsonl": (
             {"messages": "$.messages", "role": "from"}, jsonl({"messages": [{"role": "user", "content": "a"}]}),
             "line 1: a message without a string 'from': the keys are role, content",

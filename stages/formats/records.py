@@ -149,7 +149,9 @@ class Records:
         """Count a record without a row, or a document without a record; of the first, keep the keys, or the type."""
         self.counts.left_out[reason] += 1
         if len(self.counts.first_left_out) < NUM_LEFT_OUT:
-            keys = [*islice(value, _NUM_KEYS)] if isinstance(value, Mapping) else [f"(none: a {type(value).__name__})"]
+            hint = ', whose elements `each: "$[*]"` reads' * (isinstance(value, list) and self.each is None)
+            none = [f"(none: a {type(value).__name__}{hint})"]
+            keys = [*islice(value, _NUM_KEYS)] if isinstance(value, Mapping) else none
             names = [printable(str(key))[:_MAX_KEY] for key in keys]
             self.counts.first_left_out.append(LeftOutRecord(self.path, self.position(), reason, names))
 
