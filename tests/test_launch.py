@@ -249,6 +249,18 @@ with handoff.rank():
         assert handoff.told(directory) == {str(USER_ERROR), str(INTERRUPTED)}
 
 
+def test_a_torchrun_that_is_killed_is_no_lost_node_where_there_is_one_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a lost node slurm/job.sh would start the job again."""
+    (tmp_path / "kills.py").write_text("import os, signal; os.kill(os.getppid(), signal.SIGKILL)")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{REPO}")
+    ranks = torchrun.Ranks(1)
+    with torchrun.shared_directory(ranks) as directory:
+        assert torchrun.run("kills", ranks, directory) == torchrun.CRASHED
+    assert capsys.readouterr().err == "error: torchrun has ended without a word\n"
+
+
 @pytest.mark.slow
 def test_a_save_after_a_signal_may_take_as_long_as_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Before torch 2.12, torchrun kills its ranks 30 seconds after a signal."""

@@ -222,7 +222,7 @@ def run(
     if is_stopping and handoff.TRAINING not in told:
         return INTERRUPTED
     with suppress(OSError):  # a terminal that is closed: `max_restarts` may start them again nevertheless
-        for line in _reports(directory, ranks.num_nodes or 1):
+        for line in _reports(directory, ranks.num_nodes):
             print(line, file=sys.stderr, flush=True)
     return CRASHED
 
@@ -240,14 +240,16 @@ def _wait(started: "subprocess.Popen[bytes]", stopping: threading.Event | None) 
             continue
 
 
-def _reports(directory: Path, num_nodes: int) -> Iterator[str]:
+def _reports(directory: Path, num_nodes: int | None) -> Iterator[str]:
     """What torchrun has printed on each node: its table of the ranks that failed, or all, where there is none."""
     logs = sorted(directory.glob(f"{_LOG}*"))
     have_started = len(logs) == num_nodes  # otherwise one has not, and srun has ended the others
     for log in logs:
         text = log.read_text(encoding="utf-8", errors="replace")
-        if not re.search("Error|Exception|signal", text):  # slurm/job.sh looks for this, to start the job again
-            if have_started:
+        if not re.search("Error|Exception|signal", text):
+            if num_nodes is None:
+                yield "error: torchrun has ended without a word"
+            elif have_started:  # slurm/job.sh looks for this, to start the job again
                 name = log.name.removeprefix(_LOG)
                 yield f"error: node {name} was lost: torchrun has ended there without a word"
         else:
