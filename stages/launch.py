@@ -19,7 +19,7 @@ from stages.base.params_file import load_params
 from stages.base.shared_disk import refresh
 from stages.base.summary import Row, table
 from stages.checkpointing.decision import begin, decide, find
-from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, step_name, verify
+from stages.checkpointing.layout import CheckpointManifest, is_copy, list_checkpoints, step_name, verify
 from stages.checkpointing.lock import wait_for_ranks, writer_lock
 from stages.checkpointing.pointer import RunPointer, pointer_path
 from stages.checkpointing.run import SINCE_THE_LAUNCH, Run, describe, differences
@@ -55,7 +55,8 @@ def main() -> None:
         if status := sbatch.run_job(run, runtime):
             sys.exit(status)
     # Also around the outs: another launcher, with resume=never, could delete the checkpoint that they are written from.
-    with writer_lock(run.directory, print_line) as set_status:
+    # Experiments that differ in later stages have the same training, and workers of a queue start them together.
+    with writer_lock(run.directory, print_line, waits=is_copy()) as set_status:
         if not is_submitted and (status := _train(run, runtime, set_status)):
             sys.exit(status)
         refuse_changed_files(run, runtime)

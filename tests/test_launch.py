@@ -27,7 +27,7 @@ from stages.base.command import USER_ERROR
 from stages.base.errors import StageError
 from stages.base.params_file import load_params
 from stages.checkpointing.layout import list_checkpoints, step_name
-from stages.checkpointing.lock import rank_lock
+from stages.checkpointing.lock import rank_lock, writer_lock
 from stages.checkpointing.run import describe
 from stages.checkpointing.state import TrainMetrics
 from stages.launching import remedies, sbatch
@@ -54,6 +54,27 @@ def test_a_finished_run_is_not_trained_again(finished: Given, monkeypatch: pytes
     assert (pointer["step"], pointer["adopted"]) == (12, None)
     flip_bit(last / "model/__1_0.distcp", 100)
     assert "nothing to train" in run_here("launch")  # it looks at sizes: consolidate reads it, and names the file
+
+
+def test_an_experiment_waits_for_another_one_with_the_same_training(
+    finished: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of `dvc exp run --queue -S eval_samples=0,3` does, with two workers."""
+    project, _ = finished
+    copy, messages = project.copy(tmp_path / "copy"), []
+    monkeypatch.setenv("DVC_ROOT", str(project.path))
+    monkeypatch.chdir(copy.path)
+    with ExitStack() as other:
+        other.enter_context(writer_lock(project.checkpoints(), print))
+
+        def report(message: str) -> None:
+            messages.append(message)
+            other.close()
+
+        monkeypatch.setattr(launch, "print_line", report)
+        run_here("launch")
+    assert re.match(r"waiting for another experiment that trains the same run \(running, process", messages[0])
+    assert "nothing to train" in messages[1] and len(messages) == 2
 
 
 def test_what_was_edited_during_a_training_is_not_recorded_as_its_input(here: Project) -> None:

@@ -6,7 +6,6 @@ of the decision whose files match their digests.
 """
 
 import dataclasses
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -22,6 +21,7 @@ from stages.checkpointing.layout import (
     CheckpointManifest,
     UnsupportedFormat,
     checkpoint_root,
+    is_copy,
     list_checkpoints,
     step_name,
     verify,
@@ -57,7 +57,7 @@ class Found:
     unsupported: list[str]
     """What is said of those that other versions of the pipeline wrote."""
     is_copy: bool
-    """Whether this is the copy that DVC makes of a project for `dvc exp run --temp` and queued experiments."""
+    """As the function of this name."""
     has_router_loss: bool
     """Of the model: whether it trains the routers of a mixture of experts."""
 
@@ -94,7 +94,7 @@ def find(run: Run) -> Found:
         unsupported=[str(error) for _, error in others if isinstance(error, UnsupportedFormat)],
         # Several copies train at the same time. If one adopted a checkpoint of another, its result would depend on
         # which of them was ahead, or was interrupted.
-        is_copy=Path(os.environ.get("DVC_ROOT", ".")).resolve() != Path.cwd(),
+        is_copy=is_copy(),
         has_router_loss=bool(ModelManifest.read().router_loss_coef),
     )
 

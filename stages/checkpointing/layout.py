@@ -156,6 +156,11 @@ def checkpoint_root(experiment_name: str) -> Path:
     return project / outputs.directory(experiment_name) / "checkpoints"
 
 
+def is_copy() -> bool:
+    """Whether this is the copy that DVC makes of a project for `dvc exp run --temp` and queued experiments."""
+    return Path(os.environ.get("DVC_ROOT", ".")).resolve() != Path.cwd()
+
+
 def step_name(step: int) -> str:
     """`step-00000150`."""
     return f"step-{step:08d}"

@@ -39,17 +39,19 @@ _POLL_SECONDS = 0.5
 
 @contextmanager
 def writer_lock(
-    directory: Path, report: Callable[[str], None], lease_seconds: float = _LEASE_SECONDS
+    directory: Path, report: Callable[[str], None], lease_seconds: float = _LEASE_SECONDS, waits: bool = False
 ) -> Iterator[Callable[[str], None]]:
     """Hold a run's directory; yields a function that sets the status that other launchers show.
 
-    A second writer fails with a clear error. It waits only where the first one was asked to stop and is saving its last
-    checkpoint, and where it is on another node, which may be lost; `report` is then called with a message.
+    A second writer fails with a clear error. It waits only with `waits`, where the first one was asked to stop and is
+    saving its last checkpoint, and where it is on another node, which may be lost; `report` is then called with a
+    message.
 
     Args:
         directory: Of the run.
         report: Called with messages.
         lease_seconds: How long it waits for a writer on another node, which may be lost.
+        waits: Whether it waits for any writer to end, to take its result.
 
     Raises:
         StageError: another training writes into the directory.
@@ -67,6 +69,8 @@ def writer_lock(
             # A `dvc` that is stopped ends before the training has saved: `dvc repro` right after it waits, and resumes.
             if "stopping" in status:
                 message = f"waiting for a training that is saving its last checkpoint ({status})"
+            elif waits:
+                message = f"waiting for another experiment that trains the same run ({status})"
             elif is_of_another_node(status) and time.monotonic() < start + lease_seconds:
                 message = (
                     f"waiting up to {lease_seconds:.0f} s for another training ({status}): if its node was lost, the "
