@@ -228,8 +228,9 @@ def _why_not_adopt(run: Run, resume: Resume, path: Path, manifest: CheckpointMan
     # Of all its checkpoints: the last one but one of a finished run is not that of an unfinished one.
     is_finished = any(other.is_finished for name, other in found.others.items() if name.parent == path.parent)
     if is_finished and manifest.total_steps >= run.total_steps:
-        what = "other code" if manifest.identity.code != run.identity.code else "other parameters"
-        return f"its run has finished, with {what}, and is not shorter"
+        compared = compare(dataclasses.asdict(manifest.identity), dataclasses.asdict(run.identity))
+        names = ", ".join(name.removeprefix("params.") for name, _, _ in compared)
+        return f"its run has finished, with another {names}, and is not shorter"
     if manifest.step >= run.total_steps:
         return f"it is at step {manifest.step}, and this run has {run.total_steps}"
     # The rates, not the parameters of the schedule: with `wsd`, runs of different lengths share the stable phase.
