@@ -253,3 +253,15 @@ def test_the_utilization_is_a_mean_over_the_time() -> None:
     cost = Cost.of(rows, first_step=0, launches=1, tokens_per_step=8)
     assert (cost.mfu, cost.tokens_per_second, cost.memory_peak_gib) == (0.4, 6.0, 2.0)
     assert cost.milliseconds == {"forward": 1333.333}
+
+
+def test_the_name_of_a_source_is_one_column_whatever_is_in_it(tmp_path: Path) -> None:
+    """After a resume, too."""
+    source = "web\tpages\n\u2028"
+    column, text = history.of_source(source), ""
+    for step, loss in enumerate((2.5, 1.5)):
+        table = History(text, [source])
+        table.add(step=step, **{column: loss})
+        text = table.text()
+    (tmp_path / "history.tsv").write_text(text, encoding="utf-8")
+    assert history.series(history.read(tmp_path / "history.tsv"), column) == ([0.0, 1.0], [2.5, 1.5])

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from stages.base.errors import StageError
 from stages.base.identity import Adoption
+from stages.base.names import printable
 
 HISTORY = "history.tsv"
 """Its name, in a checkpoint and in outputs/."""
@@ -79,8 +80,8 @@ class History(Table):
 
 
 def of_source(source: str) -> str:
-    """The column of the validation loss of a source."""
-    return f"validation_loss {source}"
+    """The column of the validation loss of a source, whose name may have tabs and line ends."""
+    return f"validation_loss {printable(source)}"
 
 
 def lowest(losses: Mapping[int, float]) -> int | None:
