@@ -33,7 +33,7 @@ from stages.pack import PackParams, PackRuntime, pack
 from stages.ranks import asking, handoff
 from stages.score import ScoreParams, ScoreRuntime
 from stages.scoring import packages, public, rank
-from stages.scoring.request import Measurements, Request
+from stages.scoring.request import Answer, Found, Measurements, Request
 from tests import public_tasks
 from tests.corpus import keep_all, make_corpus
 from tests.hub_server import COMMIT, Hub
@@ -654,6 +654,13 @@ def test_a_lost_rank_is_no_error_of_the_task(lm_eval: None) -> None:
         raise DistNetworkError("another rank has ended")
     with pytest.raises(StageError, match=r"cannot ask mc: .*no such column"), explained_task("mc", "ask"):
         raise ValueError("no such column")
+
+
+def test_answers_of_any_size_are_read(empty_project: Path) -> None:
+    """Those of a task with long documents are larger than a file of somebody else may be."""
+    answer = Answer("ppl", 0, "x" * publish.LARGEST, [], "", "")
+    Measurements({"ppl": Found([], [answer])}, {}, 0, {}).write(Path(asking.ANSWER))
+    assert Measurements.read(Path(asking.ANSWER)).trained["ppl"].answers == [answer]
 
 
 def test_without_tasks_the_stage_ends_at_once(project: Project) -> None:

@@ -1,5 +1,6 @@
 """What `score` asks the ranks of this machine, and what they answer."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -95,6 +96,7 @@ class Measurements(JsonFile):
     """What the ranks found, by entry of `tasks`."""
 
     STAGE: ClassVar[str] = "score"
+    LARGEST: ClassVar[int] = sys.maxsize  # prompts of tasks with long documents
 
     trained: dict[str, Found]
     initial: dict[str, Found]
