@@ -433,6 +433,17 @@ def test_a_prompt_is_at_most_half_of_the_longest_document_that_begins_in_a_row(
     assert str(EOS) not in document.split(",") and len(rest) >= len(prompt) - 1
 
 
+@pytest.mark.parametrize(("index", "expected"), [(0, [5, 6, 5, 6]), (1, [7, 8, 7])])
+def test_a_prompt_is_of_one_source(index: int, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last row of a source drops the rest of its last document, and the next row begins another one."""
+    write_rows(2, length=6)
+    packed = TokenRows(VALIDATION)
+    monkeypatch.setattr(packed, "sources", {"web": 1, "books": 1})
+    monkeypatch.setattr(packed, "rows", np.array([[3, EOS, 5, 6, 5, 6], [7, 8, 7, EOS, 9, 9]]).__getitem__)
+    prompt, rest = samples.find_prompt(packed, range(index, index + 1), EOS, 2)
+    assert [*prompt.tolist(), *rest.tolist()] == expected
+
+
 def test_without_held_out_rows_there_is_no_loss_and_no_sample(capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(0)
     write_params(eval_samples=3)

@@ -61,18 +61,20 @@ def find_prompt(
     taken from the middle of one; it is empty if there is nothing but EOS.
 
     Args:
-        rows: Held-out rows, each of which continues the one before.
+        rows: Held-out rows, each of which continues the one before, unless that is of another source.
         indices: The rows to look at; at least one.
         eos_token_id: It ends each document, and is not a part of the prompt.
         size: In tokens.
     """
+    bounds = np.cumsum([0, *(rows.sources.values() or [len(rows)])])
     for index in indices:
-        tokens = rows.rows(np.arange(index, min(index + 2, len(rows)))).ravel()  # (T or 2T,): a document may go on
+        end = bounds[np.searchsorted(bounds, index, "right")]  # of its source
+        tokens = rows.rows(np.arange(index, min(index + 2, end))).ravel()  # (T or 2T,): a document may go on
         is_end = tokens == eos_token_id
         pieces = [piece[piece != eos_token_id] for piece in np.split(tokens, np.flatnonzero(is_end) + 1)]
         pieces = pieces[: 1 + np.count_nonzero(is_end[: rows.seq_length])]  # without those that begin in the next row
-        # The first piece is the end of a document, except in the very first row.
-        longest = max(pieces[min(index, 1) :], key=len, default=tokens[:0])
+        # The first piece is the end of a document, except in the first row of a source.
+        longest = max(pieces[int(index not in bounds) :], key=len, default=tokens[:0])
         if len(longest) > 1:
             break
     else:
