@@ -127,7 +127,8 @@ def evaluate(
     request = Request(
         model=str(directory),
         weights=[*lineage.weights],
-        initial=find_initial(model, lineage) if params.eval_samples else None,
+        # Where it has weights but is not on this machine, an error: without its samples this would be another result.
+        initial=str(model.directory()) if params.eval_samples and model.weights else None,
         initial_weights=model.weights,
         layer_classes=model.layer_classes,
         eos_token_id=model.eos_token_id,
@@ -142,16 +143,6 @@ def evaluate(
     measurements = measure(request, runtime.nproc_per_node)
     texts = {source: data.sources[f"{VALIDATION.name} {source}"] for source in rows.sources}
     return describe(measurements, data.validation, texts, lineage, course, stored_dtype(directory))
-
-
-def find_initial(model: ModelManifest, lineage: Lineage) -> str | None:
-    """The directory of the initial model; None: it had random weights.
-
-    Raises:
-        StageError: it is not on this machine. Samples that are missing where its cache is would be another result.
-    """
-    is_random = not model.weights or lineage.params.get("initial_weights") == "random"
-    return None if is_random else str(model.directory())
 
 
 def write(evaluation: Evaluation) -> None:

@@ -133,7 +133,7 @@ def make_request(params: ScoreParams, runtime: ScoreRuntime) -> Request:
         limit=params.task_limit,
         chat=params.task_chat,
         trained=_model(directory, {name: files[name] for name in files if name not in others}, [*lineage.weights]),
-        initial=find_initial(manifest, lineage),
+        initial=find_initial(manifest),
         tokenizer=publish.sha256_json(others),
         packages=str(packages.ensure_installed()),
         store=str(reuse.root()),
@@ -143,13 +143,13 @@ def make_request(params: ScoreParams, runtime: ScoreRuntime) -> Request:
     )
 
 
-def find_initial(manifest: ModelManifest, lineage: Lineage) -> Model | None:
+def find_initial(manifest: ModelManifest) -> Model | None:
     """The initial model; None: it had random weights.
 
     Raises:
         StageError: it is not on this machine, or was changed.
     """
-    if not manifest.weights or lineage.params.get("initial_weights") == "random":
+    if not manifest.weights:
         return None
     names = [*manifest.weights, CONFIG]
     return _model(manifest.verify(names), {name: manifest.files[name].sha256 for name in names}, manifest.weights)

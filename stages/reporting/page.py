@@ -58,7 +58,7 @@ def write(directory: Path, experiment_name: str, raw_dir: str) -> None:
     content = _environment().get_template("page.html").render(
         name=experiment_name,
         colors=pictures.COLORS,
-        is_random=lineage.params.get("initial_weights") == "random" or not publish.read_json(MODEL_MANIFEST)["weights"],
+        is_random=not publish.read_json(MODEL_MANIFEST)["weights"],
         lineage=lineage,
         evaluation=evaluation,
         scores=scores,
