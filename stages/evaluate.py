@@ -23,7 +23,7 @@ from stages.base.history import Row
 from stages.base.outputs import ExperimentName
 from stages.base.packed import METRICS, REMEDY, VALIDATION, PackedTokens, PackMetrics, RowsMetrics
 from stages.base.params_file import load_params
-from stages.evaluation.request import QUANTIZED, LossSum, Measurements, Request, Trained, ask_ranks, stored_dtype
+from stages.evaluation.request import LossSum, Measurements, Request, Trained, ask_ranks, change_of_export, stored_dtype
 from stages.export.evaluation import Evaluation, Loss, bits_per_byte, perplexity
 from stages.export.lineage import Lineage
 from stages.model.dtypes import PRECISIONS
@@ -266,12 +266,10 @@ def rounding_texts(evaluation: Evaluation) -> tuple[str, str]:
 
     Either is "" where there is nothing to say.
     """
-    is_exact = evaluation.dtype == "float32" and not evaluation.lora_base
-    if is_exact or not (evaluation.trained and evaluation.exported):
+    change, remedy = change_of_export(evaluation.dtype, evaluation.lora_base)
+    if not (change and evaluation.trained and evaluation.exported):
         return "", ""
     trained, exported = evaluation.trained.loss, evaluation.exported.loss
-    rounding = f"rounding to {evaluation.dtype}", "Set export_dtype: fp32, or with LoRA use the adapter, which is exact"
-    change, remedy = QUANTIZED if evaluation.lora_base else rounding
     cost = f"{change} costs {exported - trained:.4f} nats per token"
     untrained = evaluation.untrained.loss if evaluation.untrained else trained
     if trained >= untrained:

@@ -260,8 +260,8 @@ def test_the_loss_does_not_depend_on_which_rows_are_measured_together() -> None:
     ("dtype", "remedy"),
     [
         ("float32", "They are not the weights of the checkpoint: run `dvc repro -f -s consolidate`"),
-        ("bfloat16", "Rounding the weights to bfloat16 has changed it: set export_dtype: fp32"),
-        ("float16", "Rounding the weights to float16 has changed it: set export_dtype: fp32"),
+        ("bfloat16", "Rounding to bfloat16 has changed it. Set export_dtype: fp32"),
+        ("float16", "Rounding to float16 has changed it. Set export_dtype: fp32"),
     ],
 )
 def test_weights_may_be_rounded_but_not_be_other_ones(dtype: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:

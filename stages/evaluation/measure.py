@@ -26,10 +26,10 @@ from stages.base.packed import VALIDATION
 from stages.building import frozen_model
 from stages.evaluation import generation
 from stages.evaluation.request import (
-    QUANTIZED,
     LossSum,
     Measurements,
     Request,
+    change_of_export,
     computed_dtype,
     stored_dtype,
     weight_bytes,
@@ -134,22 +134,16 @@ def check_export(request: Request, exported: LossSum) -> None:
     loss = exported.nats / exported.tokens
     if abs(loss - trained.loss) <= trained.allowed:  # not true of NaN
         return
-    dtype = stored_dtype(request.directory)
+    change, remedy = change_of_export(stored_dtype(request.directory), trained.lora_base)
     losses = (
         f"the loss on {exported.rows:,} held-out rows was {trained.loss:.6g} at step {trained.step} of the "
         f"training, and is {loss:.6g} with the exported weights: {loss - trained.loss:+.4g} nats, where "
         f"{trained.allowed:.4g} is allowed"
     )
-    if trained.lora_base:
-        change, remedy = QUANTIZED
+    if change:
         raise StageError(f"{losses}. {change[0].upper()}{change[1:]} has changed it. {remedy}")
-    if dtype not in ("bfloat16", "float16"):
-        raise StageError(
-            f"{losses}. They are not the weights of the checkpoint: run `dvc repro -f -s consolidate`, and then again"
-        )
     raise StageError(
-        f"{losses}. Rounding the weights to {dtype} has changed it: set export_dtype: fp32, or with LoRA "
-        "use the adapter, which is not rounded"
+        f"{losses}. They are not the weights of the checkpoint: run `dvc repro -f -s consolidate`, and then again"
     )
 
 

@@ -19,12 +19,6 @@ from stages.ranks.memory import memory_limit
 if TYPE_CHECKING:
     import torch
 
-QUANTIZED = (
-    "merging adapters that were trained beside weights in NF4 into those of the files",
-    "Use the adapter beside weights in NF4, or train with lora_base null",
-)
-"""What `lora_base: nf4` changes in the export, and what to do where that is too much."""
-
 
 @dataclass(frozen=True)
 class Trained:
@@ -96,6 +90,21 @@ class Measurements(JsonFile):
     samples: list[Sample]
     sources: dict[str, LossSum] = field(default_factory=dict)
     """Of all rows of each source; none: they are of all files."""
+
+
+def change_of_export(dtype: str, lora_base: str | None) -> tuple[str, str]:
+    """What changes the loss in an export with weights in `dtype`, and what to do where that is too much.
+
+    Both are "" where nothing may change it.
+    """
+    if lora_base:
+        return (
+            "merging adapters that were trained beside weights in NF4 into those of the files",
+            "Use the adapter beside weights in NF4, or train with lora_base null",
+        )
+    if dtype not in ("bfloat16", "float16"):
+        return "", ""
+    return f"rounding to {dtype}", "Set export_dtype: fp32, or with LoRA use the adapter, which is exact"
 
 
 def ask_ranks(request: Request, nproc_per_node: int | None) -> Measurements:
