@@ -52,9 +52,9 @@ Costs = dict[str, list[Cost]]
 """By stage, the smallest size first."""
 
 
-def run(project: Path, stage: str, size: float, *arguments: str) -> Cost:
+def run(project: Path, stage: str, size: float) -> Cost:
     """Run a stage in its own process and measure it."""
-    command = [sys.executable, "-m", f"stages.{stage}", *arguments]
+    command = [sys.executable, "-m", f"stages.{stage}"]
     start, peak = time.perf_counter(), 0
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, cwd=project, env=ENVIRONMENT, stdout=output, stderr=output)
@@ -70,7 +70,7 @@ def run(project: Path, stage: str, size: float, *arguments: str) -> Cost:
     return Cost(size, time.perf_counter() - start, peak / 2**20)
 
 
-def make_project(work: Path, raw_dir: Path | str, model: dict[str, int] | None = None, **values: object) -> Path:
+def make_project(work: Path, raw_dir: Path, model: dict[str, int] | None = None, **values: object) -> Path:
     """A project with a small model, or one of the given shape."""
     project = Path(tempfile.mkdtemp(dir=work))
     directory = project / "models/small"
@@ -80,7 +80,7 @@ def make_project(work: Path, raw_dir: Path | str, model: dict[str, int] | None =
     defaults = {
         "model_name": "models/small", "experiment_name": "growth", "max_steps": 10, "eval_rows": 2, "warmup_steps": 1,
     }  # fmt: skip
-    write_params(project, Path(raw_dir), 2, **{**defaults, **values})
+    write_params(project, raw_dir, 2, **{**defaults, **values})
     return project
 
 

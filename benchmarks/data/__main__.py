@@ -1,6 +1,6 @@
 """Time, memory and disk use of the data stages, compared with the plain recipe.
 
-    python -m benchmarks.data                            JSON, YAML, text, pack, memory; 1 and 2 processes
+    python -m benchmarks.data                            JSON, YAML, text, pack; 1 and 2 processes
     python -m benchmarks.data --only json pack           some of these
     python -m benchmarks.data --only pack --tokenizer MODEL/tokenizer.json
 
@@ -17,12 +17,12 @@ import tempfile
 from pathlib import Path
 
 from benchmarks import REPO
-from benchmarks.data.corpora import files_in, link_all, make_json, make_text, make_yaml
-from benchmarks.data.measuring import MB, Measurable, measure
+from benchmarks.data.corpora import make_json, make_text, make_yaml
+from benchmarks.data.measuring import Measurable, measure
 from benchmarks.data.recipes import recipe_json, recipe_pack, recipe_text, recipe_yaml
 from benchmarks.data.stage_runs import make_pack_project, run_extract, run_pack
 
-KINDS = ("json", "yaml", "text", "pack", "memory")
+KINDS = ("json", "yaml", "text", "pack")
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def compare_all(work: Path, args: argparse.Namespace) -> None:
     json, yaml, text = corpora = [work / name for name in ("json", "yaml", "text")]
     for corpus in corpora:
         corpus.mkdir()
-    if {"json", "yaml", "pack", "memory"} & kinds:
+    if {"json", "yaml", "pack"} & kinds:
         make_json(json, args.megabytes, args.botocore)
     if "yaml" in kinds:
         make_yaml(yaml, args.megabytes, json)
@@ -64,8 +64,6 @@ def compare_all(work: Path, args: argparse.Namespace) -> None:
         for corpus in (text, json):
             project = make_pack_project(work, corpus, args.tokenizer)
             compare(f"pack, {corpus.name}", project, recipe_pack, run_pack)
-    if "memory" in kinds:
-        compare_memory(work, json)
 
 
 def compare(name: str, corpus: Path, recipe: Measurable, stage: Measurable) -> None:
@@ -80,20 +78,6 @@ def compare(name: str, corpus: Path, recipe: Measurable, stage: Measurable) -> N
                 f"{result.disk_mb:.0f} | {result.timing.note} |",
                 flush=True,
             )
-
-
-def compare_memory(work: Path, json_corpus: Path) -> None:
-    """Print the peak memory of `extract` for a corpus and for one ten times as large."""
-    peaks = []
-    for times in (1, 10):
-        corpus = work / f"memory-{times}"
-        corpus.mkdir()
-        for copy in range(times):
-            link_all(files_in(json_corpus), corpus, prefix=f"{copy}-")
-        result = measure(run_extract, corpus, 1)
-        peaks.append(result.peak_mb)
-        print(f"\nmemory: {result.timing.num_bytes / MB:.0f} MB of JSON, 1 process: peak {result.peak_mb:.0f} MB")
-    print(f"memory: ten times the corpus, {peaks[1] / peaks[0]:.2f} x the peak")
 
 
 if __name__ == "__main__":

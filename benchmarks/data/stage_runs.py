@@ -27,26 +27,18 @@ def write_params(project: Path, raw_dir: Path, num_processes: int, **values: Any
     (project / "params.yaml").write_text(yaml.safe_dump(content))
 
 
-def run_organize(work: Path, corpus: Path, num_processes: int) -> Timing:
-    from stages import organize
+def run_extract(work: Path, corpus: Path, num_processes: int) -> Timing:
+    """Time `extract`; the time of `organize` before it is in the note."""
+    from stages import extract, organize
     from stages.base.params_file import load_params
+    from stages.formats import readers  # noqa: F401 - the stage imports them late, while the clock runs
+    from stages.work import arrow  # noqa: F401 - the stage imports them late, while the clock runs
 
     write_params(work, corpus, num_processes)
     os.chdir(work)
     start = time.perf_counter()
     organize.organize(load_params(organize.OrganizeParams), load_params(organize.OrganizeRuntime, "runtime"))
-    return Timing(time.perf_counter() - start, 0)
-
-
-def run_extract(work: Path, corpus: Path, num_processes: int, **params: Any) -> Timing:
-    """Time `extract`; the time of `organize` before it is in the note."""
-    from stages import extract
-    from stages.base.params_file import load_params
-    from stages.formats import readers  # noqa: F401 - the stage imports them late, while the clock runs
-    from stages.work import arrow  # noqa: F401 - the stage imports them late, while the clock runs
-
-    organized = run_organize(work, corpus, num_processes).seconds
-    write_params(work, corpus, num_processes, **params)
+    organized = time.perf_counter() - start
     start = time.perf_counter()
     extract.extract(load_params(extract.ExtractParams), load_params(extract.ExtractRuntime, "runtime"))
     seconds = time.perf_counter() - start

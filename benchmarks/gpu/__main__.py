@@ -264,7 +264,7 @@ class Session:
                 for result in results_of(child, limit):
                     name = result.pop("name")
                     self.add(part, name, result)
-                    settings = {other: values for other, values in settings.items() if other != name}
+                    settings.pop(name, None)  # one that was started again may print others, too
                 status = child.wait()
             if settings and status == 0:
                 raise SystemExit(f"{' '.join(command)} has measured nothing: see {self.log}")
@@ -273,7 +273,7 @@ class Session:
                 is_killed = status == -signal.SIGKILL
                 error = f"killed after {limit} s" if is_killed else reason(self.log_from(start))
                 self.add(part, name, {"error": error})
-                settings = {other: values for other, values in settings.items() if other != name}
+                del settings[name]
 
     def log_from(self, start: int) -> str:
         """What was written to the log since it had `start` bytes."""

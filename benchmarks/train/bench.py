@@ -55,7 +55,7 @@ class Bench:
         self.num_parameters = meta.num_parameters(model)
         self.flops_per_token = flops.flops_per_token(model, args.seq_length)
 
-    def make_model(self, shape: str, has_weights: bool = True) -> None:
+    def make_model(self, shape: str, has_weights: bool) -> None:
         """Write random weights in bf16, or none: trainings make them; with the tokenizer of the embedded model."""
         config = AutoConfig.for_model("llama", **llama(shape, self.args.seq_length))
         directory = self.project / "model"
@@ -118,12 +118,10 @@ class Bench:
         self.write_params(steps, params, **runtime)
         return self.start(["-m", "stages.launch"])
 
-    def start_other(self, program: str, steps: int, **fields: Any) -> Training:
-        """Start the ranks of a program with torchrun; `fields` are those of its `Job`."""
-        job = Job(
-            program, str(self.project / "model"), self.batch_size, steps, precision=self.args.precision,
-            compile=self.args.compile, **fields,
-        )  # fmt: skip
+    def start_other(self, program: str, steps: int, log_freq: int) -> Training:
+        """Start the ranks of a program with torchrun; the arguments are those of its `Job`."""
+        args, model = self.args, str(self.project / "model")
+        job = Job(program, model, self.batch_size, steps, args.precision, args.compile, log_freq)
         path = self.project / "job.json"
         path.write_text(json.dumps(asdict(job)))
         torchrun = [*TORCHRUN, f"--nproc-per-node={self.num_ranks}"]

@@ -82,7 +82,7 @@ def speed(
     def start(program: str) -> "Callable[[], Training]":
         if program == OURS:
             return lambda: bench.start_ours(steps + 1, log_freq=1)
-        return lambda: bench.start_other(PROGRAMS[program], steps, log_freq=size)
+        return lambda: bench.start_other(PROGRAMS[program], steps, size)
 
     seconds, trainings = in_turns({name: start(name) for name in programs}, first, size, num_turns, errors)
     if not seconds:

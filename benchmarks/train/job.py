@@ -45,5 +45,5 @@ class Job:
     precision: str
     """fp32 | bf16."""
     compile: bool
-    log_freq: int = 1
+    log_freq: int
     """Steps between two lines."""
