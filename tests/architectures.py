@@ -10,9 +10,6 @@ ranks, a kill, a resume, `consolidate`, `from_pretrained` and `evaluate`. It cou
 - the resumed training has the weights of the undisturbed one, bit for bit;
 - the loss of the training, and that of `evaluate`, is the one that transformers computes for the exported model of each
   document alone, up to `TOLERANCE` of it.
-
-With `--context-parallel` it trains none, and prints which types the test before a training accepts with
-`context_parallel`, and why it refuses the others.
 """
 
 import argparse
@@ -212,35 +209,6 @@ def error_of_default(name: str) -> str:
     return f"it has {number:,} parameters, and no small copy of it computes"
 
 
-def context_parallel(name: str) -> str:
-    """Why an architecture is refused with `context_parallel`; empty: it is accepted."""
-    config = transformers.AutoConfig.for_model(name, **PUBLISHED.get(name, {}))
-    small = small_config(config) or small_config(completed(config))
-    return refusal(small, "varlen", True, torch.float32, "cpu", is_cut=True) or ""
-
-
-def answer_in_fork(name: str, seconds: float) -> str:
-    """`context_parallel`, with limits of time and memory."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-
-    def work() -> None:
-        try:
-            sender.send(context_parallel(name))
-        except BaseException as error:
-            sender.send(f"its default config: {type(error).__name__}: {one_line(error)}")
-
-    process = context.Process(target=work)
-    process.start()
-    try:
-        return str(receiver.recv()) if receiver.poll(seconds) else f"takes more than {seconds:g} s"
-    except EOFError:
-        return "its process was ended"
-    finally:
-        process.kill()
-        process.join()
-
-
 def train(ranks: Ranks, project: Project, faults: str = "", expected: Sequence[int | None] = (0, 0)) -> str:
     ranks.start(project, faults)
     statuses, output = ranks.wait()
@@ -366,13 +334,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=OUTPUT, help="directory of the logs; default: %(default)s")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="limit for each (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so many, and continue at the next run")
-    parser.add_argument("--context-parallel", action="store_true", help="which are accepted with it; trains none")
     args = parser.parse_args()
-    if args.context_parallel:
-        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-        for name in args.names or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-            print(name, answer_in_fork(name, args.seconds) or "accepted", flush=True)
-        return
     end = time.monotonic() + 60 * args.minutes
     args.output.mkdir(parents=True, exist_ok=True)
     path = args.output / "findings.csv" if args.only else TABLE
