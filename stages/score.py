@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--fetch", nargs="+", metavar="TASK", help="only fetch the data of tasks of lm-eval")
     if entries := parser.parse_args().fetch:
         with publish.lock(public.PUBLIC):  # another one reads the manifest before its downloads, and writes it after
-            fetch(entries, packages.ensure_installed())
+            fetch(entries)
         return
     params, runtime = load_params(ScoreParams), load_params(ScoreRuntime, "runtime")
     with publish.lock(outputs.TASKS):

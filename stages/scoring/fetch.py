@@ -5,9 +5,7 @@ commit. Nothing else is: metrics and code that a task would fetch are refused he
 """
 
 import glob
-import logging
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,28 +13,25 @@ from typing import Any
 from stages.base.errors import StageError, explained
 from stages.base.files import FileEntry, compare
 from stages.model.license import is_license_file
-from stages.scoring import network, public
+from stages.scoring import network, packages, public
 from stages.scoring.public import DataSet, Manifest
 
 _CARDS = ("README.md", "dataset_infos.json", ".huggingface.yaml")
 """What `datasets` reads beside the data."""
 
 
-def fetch(entries: list[str], packages: Path) -> None:
+def fetch(entries: list[str]) -> None:
     """Fetch what tasks of lm-eval need, and print how to track it.
 
     Args:
         entries: As in `tasks`.
-        packages: The directory of lm-eval and what it needs.
 
     Raises:
         StageError: a task is unknown, needs more than data, or the Hub does not give them.
     """
-    os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
+    os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"
     os.environ.setdefault("HF_HUB_DISABLE_XET", "1")  # it needs other servers than the Hub's, which firewalls refuse
-    sys.path.append(str(packages))
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    network.refuse()
+    packages.use(packages.ensure_installed())
     # Below, as they take seconds.
     from lm_eval.evaluator import evaluate
     from lm_eval.models.dummy import DummyLM

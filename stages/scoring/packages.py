@@ -6,6 +6,7 @@ Its full installation replaces packages that all stages use. So it has only what
 measure, and `--fetch`, have the directory on `sys.path`, behind all other packages.
 """
 
+import logging
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from stages.base import command, publish
 from stages.base.errors import StageError
+from stages.scoring import network
 
 VERSION = "0.4.13"
 """Of lm-eval, in the lock."""
@@ -57,6 +59,14 @@ def ensure_installed() -> Path:
             )
         temporary.rename(target)
     return target
+
+
+def use(packages: Path) -> None:
+    """Make lm-eval importable from a directory, have it print no more than errors, and keep it to this machine."""
+    os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
+    sys.path.append(str(packages))
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    network.refuse()
 
 
 def main() -> None:

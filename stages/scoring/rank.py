@@ -5,15 +5,13 @@ Writes   the measurements, for `score`
 Example  python -m stages.scoring.rank
 """
 
-import logging
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stages.base import command
 from stages.ranks import asking, handoff
-from stages.scoring import network
+from stages.scoring import packages
 from stages.scoring.request import Measurements, Request, remedies
 
 if TYPE_CHECKING:
@@ -28,19 +26,11 @@ def main() -> None:
 
 
 def _measure(request: Request, heartbeat: "Heartbeat") -> Measurements:
-    prepare(request.packages)
-    from stages.scoring.measure import measure  # reads what was prepared
+    os.environ |= {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    packages.use(Path(request.packages))
+    from stages.scoring.measure import measure  # reads all this
 
     return measure(request, heartbeat, Path(os.environ[handoff.DIRECTORY], f"datasets-{os.environ['RANK']}"))
-
-
-def prepare(packages: str) -> None:
-    """Make lm-eval importable from the directory `packages`, and keep it to this machine."""
-    os.environ |= dict.fromkeys(("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"), "1")
-    os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    sys.path.append(packages)
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    network.refuse()
 
 
 if __name__ == "__main__":
