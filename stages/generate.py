@@ -59,18 +59,7 @@ def main() -> None:
     if args.system is not None and not args.chat:
         parser.error("--system is the beginning of a conversation: give --chat, too")
     directory = args.model or outputs.directory(load_params(GenerateParams).experiment_name) / "model"
-    if (directory / adapters.CONFIG).is_file():
-        # Where `consolidate` writes both, with --output and without.
-        beside = (directory.parent / name for name in (directory.name.removesuffix("-adapter"), "model"))
-        found = [f"; it is {path}" for path in beside if (path / CONFIG).is_file()]
-        raise StageError(
-            f"{directory} has adapters (LoRA), and no model: give the directory of the model that they are merged into"
-            + "".join(found[:1])
-        )
-    if not (directory / CONFIG).is_file():
-        remedy = f"give that of a model; {outputs.RESTORE}" if args.model else "run `dvc repro`, or give --model DIR"
-        raise StageError(f"{directory} is not a model directory: {remedy}")
-    config.check(directory)  # transformers would ask whether to run its code, and take an answer from standard input
+    check_model(directory, is_given=args.model is not None)
     try:
         prompts = turns(sys.stdin) if args.chat and args.prompt is None else [given(args.prompt)]
         # Here, as they take seconds: not for --help.
@@ -108,6 +97,26 @@ def main() -> None:
         raise StageError(f"the prompt is not UTF-8 at position {error.start}: convert it, as with iconv") from None
     except BrokenPipeError:  # nobody reads on, as after `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+
+
+def check_model(directory: Path, is_given: bool) -> None:
+    """Check that a directory, which was given or is that of the experiment, has a model.
+
+    Raises:
+        StageError: it has none, or one that asks for code of its own.
+    """
+    if (directory / adapters.CONFIG).is_file():
+        # Where `consolidate` writes both, with --output and without.
+        beside = (directory.parent / name for name in (directory.name.removesuffix("-adapter"), "model"))
+        found = [f"; it is {path}" for path in beside if (path / CONFIG).is_file()]
+        raise StageError(
+            f"{directory} has adapters (LoRA), and no model: give the directory of the model that they are merged into"
+            + "".join(found[:1])
+        )
+    if not (directory / CONFIG).is_file():
+        remedy = f"give that of a model; {outputs.RESTORE}" if is_given else "run `dvc repro`, or give --model DIR"
+        raise StageError(f"{directory} is not a model directory: {remedy}")
+    config.check(directory)  # transformers would ask whether to run its code, and take an answer from standard input
 
 
 def chat_encoder(directory: Path, eos_token_id: int | list[int] | None) -> "ConversationEncoder":
