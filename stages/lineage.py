@@ -34,7 +34,7 @@ from stages.base.names import printable
 from stages.base.origin import DATA_METRICS, Origin
 from stages.base.outputs import ExperimentName
 from stages.base.packed import TRAIN, VALIDATION
-from stages.base.params_file import PARAMS_FILE, as_yaml, flatten, load_params
+from stages.base.params_file import PARAMS_FILE, load_params
 from stages.checkpointing import layout, run
 from stages.deduplicate import DeduplicateParams
 from stages.export.lineage import Lineage
@@ -181,11 +181,9 @@ def _check(name: str, path: Path, recorded: Any, find: Callable[[], Any]) -> Fin
 def _compare(name: str, recorded: Any, found: Any, where: str) -> Finding:
     if found == recorded:
         return Finding("equal", name)
-    if not isinstance(recorded, Mapping):
+    if not isinstance(recorded, dict):
         return Finding("different", name, f"{recorded} {where}, {found} here")
-    there, here = dict(flatten(recorded)), dict(flatten(found))
-    different = [key for key in sorted({*there, *here}) if there.get(key) != here.get(key)]
-    values = [f"{key} {as_yaml(there.get(key))} {where}, {as_yaml(here.get(key))} here" for key in different]
+    values = (f"{key} {there} {where}, {here} here" for key, there, here in run.compare(recorded, found))
     return Finding("different", name, "; ".join(values))
 
 

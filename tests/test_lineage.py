@@ -197,6 +197,8 @@ def test_each_stage_gives_the_same_bytes_again_and_dvc_says_so(project: Project,
 def test_values_are_written_as_in_params_yaml() -> None:
     found = lineage._check("them", Path(), {"max_steps": None, "tf32": True}, lambda: {"max_steps": 3, "tf32": False})
     assert found.detail == "max_steps null in lineage.json, 3 here; tf32 true in lineage.json, false here"
+    found = lineage._check("them", Path(), {}, lambda: {"extend_from": None})  # of an older version
+    assert found.detail == "extend_from nothing in lineage.json, null here"
 
 
 def test_rules_are_recorded_as_they_are_written(project: Project) -> None:
