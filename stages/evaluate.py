@@ -24,7 +24,7 @@ from stages.base.outputs import ExperimentName
 from stages.base.packed import METRICS, REMEDY, VALIDATION, PackedTokens, PackMetrics, RowsMetrics
 from stages.base.params_file import load_params
 from stages.evaluation.request import LossSum, Measurements, Request, Trained, ask_ranks, change_of_export, stored_dtype
-from stages.export.evaluation import Evaluation, Loss, bits_per_byte, perplexity
+from stages.export.evaluation import Evaluation, Loss, bits_per_byte, perplexity, rounded
 from stages.export.lineage import Lineage
 from stages.model.dtypes import PRECISIONS
 from stages.model.files import CARD, LINEAGE
@@ -32,8 +32,6 @@ from stages.model.manifest import ModelManifest
 
 BATCH_TOKENS = 8192
 """Of a forward pass, unless a row is longer. More would hardly be faster, and a GPU may hold the whole model here."""
-DIGITS = 6
-"""Significant digits of losses, and of what follows from them. The last bits may depend on the number of threads."""
 MAX_ROUNDED_AWAY = 0.05
 """Part of the gain that the rounding of the export may undo without a warning."""
 TOLERANCES = {"fp32": 1e-4, "fp16": 2**-10, "tf32": 2**-10, "bf16": 2**-7, "fp8": 2**-4, "nf4": 2**-3}
@@ -199,7 +197,7 @@ def describe(
         # fsum: exact, whatever the order. A mean over tokens, not over batches, which have different numbers of them.
         nats, tokens = math.fsum(part.nats for part in parts), sum(part.tokens for part in parts)
         rows = sum(part.rows for part in parts)
-        return make_loss(_rounded(nats / tokens) if tokens else None, rows, tokens, of)
+        return make_loss(rounded(nats / tokens) if tokens else None, rows, tokens, of)
 
     exported = measured(measurements.eval_rows)
     losses = dict(zip(*history.series(course, "validation_loss"), strict=True))
@@ -227,11 +225,7 @@ def make_loss(loss: float | None, rows: int, tokens: int, text: RowsMetrics) -> 
     if loss is None:
         return None
     bits = bits_per_byte(loss, text.measured_tokens, text.measured_bytes)
-    return Loss(rows, tokens, loss, _rounded(perplexity(loss)), None if bits is None else _rounded(bits))
-
-
-def _rounded(number: float) -> float:
-    return float(f"{number:.{DIGITS}g}")
+    return Loss(rows, tokens, loss, rounded(perplexity(loss)), None if bits is None else rounded(bits))
 
 
 def find_trained(course: list[Row], lineage: Lineage, dtype: str) -> Trained | None:

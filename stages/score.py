@@ -24,13 +24,14 @@ from stages.base.outputs import ExperimentName
 from stages.base.packed import fingerprint
 from stages.base.params_file import load_params
 from stages.base.summary import Row, counted, table
+from stages.export.evaluation import rounded
 from stages.export.lineage import Lineage
 from stages.export.scores import Scores, Summary, TaskScore
 from stages.model.files import CONFIG, LINEAGE
 from stages.model.manifest import ModelManifest
 from stages.scoring import contamination, packages, public
 from stages.scoring.fetch import fetch
-from stages.scoring.request import Measured, Measurements, Model, Request, Terms, ask_ranks, rounded
+from stages.scoring.request import Measured, Measurements, Model, Request, Terms, ask_ranks
 from stages.work import reuse, workers
 
 

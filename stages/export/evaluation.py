@@ -6,6 +6,15 @@ from typing import ClassVar
 
 from stages.base.files import JsonFile
 
+DIGITS = 6
+"""Significant digits of losses and scores, decimals of log-likelihoods. The last bits may depend on the number of
+threads."""
+
+
+def rounded(number: float) -> float:
+    """A loss or a score as it is written."""
+    return float(f"{number:.{DIGITS}g}")
+
 
 def perplexity(loss: float) -> float:
     """The exponential of a loss in nats per token: how many tokens a uniform choice with this loss would have."""

@@ -19,9 +19,10 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 
 from stages.base.errors import StageError
+from stages.export.evaluation import DIGITS, rounded
 from stages.forward.distributed import all_reduce_sum, run_on_all_ranks
 from stages.ranks.watchdog import Heartbeat
-from stages.scoring.request import DIGITS, Answer, Found, Measured, Terms, rounded
+from stages.scoring.request import Answer, Found, Measured, Terms
 from stages.scoring.tasks import FEWSHOT_SEED, Loaded, check_network, explained_task
 
 BATCH_SIZE = 8

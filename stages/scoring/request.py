@@ -10,9 +10,6 @@ from stages.evaluation.request import remedies_for, weight_bytes
 from stages.export.scores import Summary
 from stages.ranks import asking
 
-DIGITS = 6
-"""Significant digits of a score, decimals of a log-likelihood. The last bits may depend on the number of threads."""
-
 
 class Terms(NamedTuple):
     """What one question adds to a metric that is sum(value) / sum(weight)."""
@@ -115,8 +112,3 @@ def ask_ranks(request: Request, nproc_per_node: int | None) -> Measurements:
 def remedies(request: Request, num_ranks: int) -> str:
     """What needs less memory, in words, and how much the weights need."""
     return remedies_for(weight_bytes(Path(request.trained.directory), request.trained.weights), num_ranks, [])
-
-
-def rounded(number: float) -> float:
-    """A score as it is written."""
-    return float(f"{number:.{DIGITS}g}")
