@@ -183,11 +183,10 @@ def check(name: str, task: Any) -> None:
     """
     if task.OUTPUT_TYPE is None or getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
         raise StageError(f"tasks: {name} runs code that the model writes, or needs pictures or sound: leave it out")
-    text = task.config.doc_to_text
+    config, text = task.config, task.config.doc_to_text
     if isinstance(text, str) and text.isidentifier() and text not in task.features:  # lm-eval would ask this word
         columns = ", ".join(sorted(task.features))
         raise StageError(f"tasks: {name}: doc_to_text: {text} is no column: there are {columns}")
-    config = task.config
     asked = config.test_split or config.validation_split
     if config.num_fewshot and _split_of_examples(task) == asked and task.fewshot_cfg.split != config.test_split:
         # Where the last two are the same, lm-eval leaves the question itself out of its examples.
@@ -196,11 +195,11 @@ def check(name: str, task: Any) -> None:
             f"write `test_split: {asked}` and `fewshot_split: {asked}`, which leaves the question out, or name another "
             "split"
         )
-    if callable(task.config.process_results):  # it compares in a way of its own
+    if callable(config.process_results):  # it compares in a way of its own
         return
     if lacking := [metric for metric, function in task._metric_fn_list.items() if function is None]:
         raise StageError(f"tasks: {name} uses {lacking[0]}, which is no metric of lm-eval: name another one")
-    fields = [*_fields(task, task.config.doc_to_target), *_fields(task, task.config.doc_to_choice)]
+    fields = [*_fields(task, config.doc_to_target), *_fields(task, config.doc_to_choice)]
     for split, rows in _rows(task):
         for number, row in enumerate(rows, start=1):
             if problem := _problem(task, row, fields):
