@@ -51,10 +51,9 @@ Edit `params.yaml`, and run `dvc repro`. `dvc exp run -S batch_size=4` edits it,
 [training.md](training.md) explains the larger choices.
 
 A changed parameter runs the stages in the last column again, then those after them
-[whose inputs have changed](reruns.md).
-Parameters of `runtime` change no result, so no stage runs again.
+[whose inputs have changed](reruns.md). Those of `runtime` change no result, and run nothing.
 
-`make parameters` writes this page from `params.yaml`, `dvc.yaml` and the docstrings of the code.
+<!-- `make parameters` writes this page. -->
 """
 
 

@@ -78,7 +78,7 @@ class TrainParams(ScheduleParams, BuildParams):
     document_mask: bool
     """Whether tokens attend within their own document only."""
     context_parallel: PositiveInt
-    """How many consecutive ranks share the tokens of each row (stages/forward/context.py)."""
+    """How many consecutive ranks share the tokens of each row (docs/memory.md)."""
     eval_freq: PositiveInt
     """Distance between two validations, in optimizer steps. There is one before the first step and one after the
     last."""
