@@ -290,6 +290,19 @@ def test_special_tokens_in_a_call_do_not_end_the_turn() -> None:
     assert "not known where a tool call ends" in refusal(other, content)
 
 
+def test_where_a_call_begins_does_not_depend_on_earlier_conversations() -> None:
+    """Their tools may be others, and a template may write them before the turn."""
+    template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }} {{ tools | length }}\n{{ message.content }}"
+        "{% for call in message.tool_calls %}{{ call.function.name }}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant {{ tools | length }}\n{% endif %}"
+    )
+    answer = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "get"}}]}
+    for tools in ([CALL], [CALL, CALL]):
+        encoded = encode(template, {"messages": [{"role": "user", "content": "?"}, answer], "tools": tools})
+        assert trained(encoded) == ["get<|im_end|>"]
+
+
 @pytest.mark.parametrize("arguments", ["{{ call.function.arguments }}", "{{ '' + call.function.arguments }}"])
 @pytest.mark.parametrize("given", ['{"city": "Paris", "cold": true}', {"city": "Paris", "cold": True}])
 def test_templates_that_expect_calls_in_the_format_of_openai_get_them(arguments: str, given: Any) -> None:

@@ -12,6 +12,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
+from functools import lru_cache
 from types import NoneType
 from typing import Any, Literal, NamedTuple
 
@@ -103,8 +104,7 @@ class ChatTemplate:
         self._templates, self._variables = chat.templates, dict(chat.variables)
         self._mark = secrets.token_hex(8)
         self._marks = re.compile(rf"{self._mark}x(\d{{6}})")
-        self._prompts: dict[bool, str] = {}
-        """By whether there are no tools."""
+        self._prompt = lru_cache(maxsize=100)(self._find_prompt)
 
     def render(self, conversation: Conversation, add_generation_prompt: bool = False) -> Rendering:
         """Write a conversation, and perhaps what precedes the next turn of the assistant.
@@ -132,14 +132,15 @@ class ChatTemplate:
 
     def generation_prompt(self, tools: list[dict[str, Any]] | None) -> str:
         """What the template writes before a turn of the assistant, as far as it can be known."""
-        user = Conversation([{"role": "user", "content": "."}], None, tools)
-        if (found := self._prompts.get(tools is None)) is None:
-            try:
-                with_prompt, without = (self._render(user, add)[0] for add in (True, False))
-            except Refused:
-                with_prompt = without = ""
-            found = self._prompts[tools is None] = with_prompt.removeprefix(without) * with_prompt.startswith(without)
-        return found
+        return self._prompt(json.dumps(tools))
+
+    def _find_prompt(self, tools: str) -> str:
+        user = Conversation([{"role": "user", "content": "."}], None, json.loads(tools))
+        try:
+            with_prompt, without = (self._render(user, add)[0] for add in (True, False))
+        except Refused:
+            return ""
+        return with_prompt.removeprefix(without) * with_prompt.startswith(without)
 
     def _render(self, conversation: Conversation, add_generation_prompt: bool) -> tuple[str, list[Span]]:
         """The text of a conversation, and where the template itself says that the assistant wrote it."""
