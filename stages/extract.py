@@ -363,7 +363,8 @@ def find_conversations(params: ExtractParams, paths: Iterable[str]) -> str | Non
                     if isinstance(first, dict) and keys <= first.keys():
                         directory, *below = Path(path).parts
                         files = f"{directory}/**/*" * bool(below) or "*"
-                        rule = f'{{files: "{files}{Path(path).suffix}", messages: $.{name}{more}}}'
+                        messages = f"$.{name}" if name.isidentifier() else json.dumps(f"$['{name}']")
+                        rule = f'{{files: "{files}{Path(path).suffix}", messages: {messages}{more}}}'
                         remedy = f"add to records: {rule}" if params.records else f"set records: [{rule}]"
                         return printable(f"{path} has conversations, whose strings are separate documents: {remedy}")
     return None

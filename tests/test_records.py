@@ -306,6 +306,7 @@ def test_files_without_a_rule_are_told_once(capsys: pytest.CaptureFixture[str]) 
     ("name", "content"),
     [
         ("b.jsonl", jsonl({"conversations": SHAREGPT})),
+        ("b.jsonl", jsonl({"chat log": SHAREGPT})),
         ("b.json", json.dumps([{"conversations": SHAREGPT}], indent=2)),
         ("b.json", json.dumps({"conversations": SHAREGPT})),
     ],
