@@ -139,7 +139,7 @@ def test_no_import_goes_up() -> None:
     below = {
         "base": set(),
         "work": {"base"},
-        "splits": {"base"},
+        "splits": {"base", "work"},
         "model": {"base"},
         "ranks": {"base", "model", "forward"},
         "formats": {"base", "splits", "work"},

@@ -26,7 +26,7 @@ from stages.formats.raw_content import Changed, RawContent, Rejected, may_be_cha
 from stages.formats.writer import TextWriter
 from stages.splits import tables
 from stages.splits.manifests import Part
-from stages.work.arrow import END_OF_STREAM
+from stages.work import arrow
 
 if TYPE_CHECKING:
     from stages.formats.records import Records
@@ -128,21 +128,21 @@ class Table:
 
     def _arrow(self, choose: Choose, begin: int, end: int | None) -> "Iterator[Rows | Rejected]":
         file = self._file
-        if file.read(len(tables.ARROW_FILE)) != tables.ARROW_FILE:
+        if file.read(len(arrow.FILE_MARK)) != arrow.FILE_MARK:
             file.seek(0)
         with pa.ipc.open_stream(pa.PythonFile(file, "r")) as reader:
             names = choose(reader.schema)
             chosen = [column for column, name in enumerate(reader.schema.names) if name in names]
             if begin:  # the reader goes on from there
-                file.seek(next(islice(tables.find_batches(Path(f"/proc/self/fd/{file.fileno()}")), begin, None), 0))
+                file.seek(next(islice(arrow.find_batches(Path(f"/proc/self/fd/{file.fileno()}")), begin, None), 0))
             number = 0
             for index, batch in enumerate(islice(reader, end and end - begin), begin + 1):
                 number += batch.num_rows
                 self._check_number(number)
                 yield from _slices(batch.select(chosen), f"record batch {index}", 0, self.limits.chunk)
         if end is None:
-            file.seek(-len(END_OF_STREAM), os.SEEK_CUR)
-            if file.read(len(END_OF_STREAM)) != END_OF_STREAM:  # pyarrow takes the end of a file for it
+            file.seek(-len(arrow.END_OF_STREAM), os.SEEK_CUR)
+            if file.read(len(arrow.END_OF_STREAM)) != arrow.END_OF_STREAM:  # pyarrow takes the end of a file for it
                 raise ValueError("it ends before its end")
 
 

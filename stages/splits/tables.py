@@ -1,15 +1,10 @@
-"""Parquet and Arrow files have units, row groups and record batches, between which a large one is cut.
+"""Parquet and Arrow files have units, row groups and record batches, between which a large one is cut."""
 
-The file format of Arrow is a stream of the same messages between two marks, so both formats are read as streams.
-"""
-
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from stages.splits.suffixes import TABLES
 
-ARROW_FILE = b"ARROW1\0\0"
-"""What an Arrow file begins with, before the stream."""
 PARQUET = ".parquet"
 
 _ABOUT_DATASETS = ("dataset_info.json", "state.json")  # `save_to_disk` writes them beside its Arrow files
@@ -29,36 +24,15 @@ def count_units(path: Path) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from stages.work import arrow
+
     try:
         if path.name.lower().endswith(PARQUET):
             with pq.ParquetFile(path) as file:
                 return int(file.num_row_groups)
-        return sum(1 for _ in find_batches(path))
+        return sum(1 for _ in arrow.find_batches(path))
     except (pa.ArrowException, OSError, EOFError) as error:
         raise ValueError(str(error)) from None
-
-
-def find_batches(path: Path) -> Iterator[int]:
-    """Where the record batches of an Arrow file begin, in bytes; pyarrow raises what is wrong with it.
-
-    Raises:
-        ValueError: it has dictionaries.
-    """
-    import pyarrow as pa
-
-    with pa.memory_map(str(path)) as file:  # a body is skipped, not read
-        if file.read(len(ARROW_FILE)) != ARROW_FILE:
-            file.seek(0)
-        pa.ipc.read_message(file)  # the schema
-        while True:
-            offset = file.tell()
-            try:
-                message = pa.ipc.read_message(file)
-            except EOFError:  # the end of the stream
-                return
-            if message.type != "record batch":
-                raise ValueError(f"it has a {message.type}")
-            yield offset
 
 
 def find_metadata(paths: Iterable[str]) -> set[str]:

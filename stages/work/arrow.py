@@ -21,6 +21,8 @@ from stages.base.files import damaged
 Features = dict[str, Any]
 """The type of each column, by its name, as `datasets` writes them."""
 
+FILE_MARK = b"ARROW1\0\0"
+"""What the file format of Arrow begins with, before the stream."""
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 """A message of length 0, which pyarrow writes on close, too."""
 
@@ -152,23 +154,35 @@ class StreamWriter:
         self._digest.update(data)
 
 
+def find_batches(path: Path) -> Iterator[int]:
+    """Where the record batches of an Arrow file or stream begin, in bytes; pyarrow raises what is wrong with it.
+
+    Raises:
+        ValueError: it has dictionaries.
+    """
+    with pa.memory_map(str(path)) as file:  # a body is skipped, not read
+        if file.read(len(FILE_MARK)) != FILE_MARK:
+            file.seek(0)
+        pa.ipc.read_message(file)  # the schema
+        while True:
+            offset = file.tell()
+            try:
+                message = pa.ipc.read_message(file)
+            except EOFError:  # the end of the stream: pyarrow has no list of batches in this format
+                return
+            if message.type != "record batch":
+                raise ValueError(f"it has a {message.type}")
+            yield offset
+
+
 def batch_offsets(path: Path) -> list[int]:
     """The offset in bytes of each record batch of a shard, for `read_batch`.
 
     Raises:
         StageError: it has other content.
     """
-    offsets: list[int] = []
-    no_stream = explained(lambda problem: damaged(path, f"it is no stream of Arrow ({problem})", CHANGED))
-    with no_stream, pa.memory_map(str(path)) as file:
-        pa.ipc.read_message(file)  # the schema
-        while True:
-            offset = file.tell()
-            try:
-                pa.ipc.read_message(file)
-            except EOFError:  # the end of the stream: pyarrow has no list of batches in this format
-                return offsets
-            offsets.append(offset)
+    with explained(lambda problem: damaged(path, f"it is no stream of Arrow ({problem})", CHANGED)):
+        return [*find_batches(path)]
 
 
 def read_batch(path: Path, offset: int) -> pa.RecordBatch:
