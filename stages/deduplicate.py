@@ -222,7 +222,7 @@ class RowReader:
         row = document - int(self.offsets[split])
         begins, batches = self._batches(split)
         batch = int(np.searchsorted(begins, row, "right")) - 1
-        strings, column = arrow.read_strings(self._paths[split], batches[batch])
+        strings, column = arrow.strings_of(arrow.read_batch(self._paths[split], batches[batch]))
         return strings[row - int(begins[batch])].as_py(), column
 
     def show(self, document: int) -> tuple[str, int, int]:

@@ -127,10 +127,8 @@ class StreamWriter:
 
     def write_column(self, rows: pa.Array, column: int) -> None:
         """Append a record batch of rows that have a value in one column."""
-        self.write(*self._with_nulls(rows, column))
-
-    def _with_nulls(self, rows: pa.Array, column: int) -> list[pa.Array]:
-        return [rows if index == column else pa.nulls(len(rows), kind) for index, kind in enumerate(self.schema.types)]
+        kinds = enumerate(self.schema.types)
+        self.write(*(rows if index == column else pa.nulls(len(rows), kind) for index, kind in kinds))
 
     def mark(self) -> Mark:
         """The current end of the stream, for `cut`."""
@@ -203,15 +201,10 @@ def read_batch(path: Path, offset: int) -> pa.RecordBatch:
 def read_rows(path: Path) -> Iterator[tuple[pa.Array, int]]:
     """The strings of each record batch of a corpus, which are in one column; and which one."""
     for offset in batch_offsets(path):
-        yield read_strings(path, offset)
-
-
-def read_strings(path: Path, offset: int) -> tuple[pa.Array, int]:
-    """The strings of a record batch of a corpus, and the column that has them."""
-    return strings_of(read_batch(path, offset))
+        yield strings_of(read_batch(path, offset))
 
 
 def strings_of(batch: pa.RecordBatch) -> tuple[pa.Array, int]:
-    """The same of rows of one record batch."""
+    """The strings of a record batch of a corpus, and the column that has them."""
     column = next((index for index, values in enumerate(batch.columns) if not values.null_count), 0)
     return batch.column(column), column
