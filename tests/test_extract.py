@@ -22,7 +22,7 @@ import textwrap
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from itertools import pairwise, product
 from pathlib import Path
@@ -596,14 +596,14 @@ def test_trap_13_a_long_document_leaves_no_row_and_no_count_if_its_end_is_bad() 
 def test_small_records_are_not_joined_again_for_each_further_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which would take hours for a file of them."""
     num_joined = 0
-    batches = writer._batches
+    slices = writer.slices
 
-    def counted(arrays: Sequence[pa.Array], *others: Any) -> Iterator[pa.Array]:
+    def counted(rows: pa.Array, *others: Any) -> Iterator[pa.Array]:
         nonlocal num_joined
-        num_joined += sum(map(len, arrays))
-        return batches(arrays, *others)
+        num_joined += len(rows)
+        return slices(rows, *others)
 
-    monkeypatch.setattr(writer, "_batches", counted)
+    monkeypatch.setattr(writer, "slices", counted)
     put({"a.jsonl": '"b"\n[NaN,"c"]\n' * 2000})  # which two readers read in turn
     assert extract_raw(limits=Limits(batch=1000))["strings"] == 4000
     assert num_joined < 10 * 4000

@@ -1,8 +1,9 @@
 """A shard of strings, written record by record, with memory for one record batch and one string."""
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import BinaryIO, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -11,7 +12,7 @@ from stages.base.dataset import Shard
 from stages.formats.limits import LIMITS, Limits
 from stages.formats.raw_content import Rejected
 from stages.formats.rules import TEXT
-from stages.work.arrow import Mark, StreamWriter, slices
+from stages.work.arrow import Mark, StreamWriter, read_rows, slices
 
 SHORT = 20
 """Characters below which a string is a label, a name or a unit rather than text."""
@@ -40,8 +41,6 @@ class TextWriter:
         self.records = 0
         self.characters = 0
         """Of complete records."""
-        self.num_short = 0
-        """Rows in the stream with fewer than `SHORT` characters."""
         self.column = 0
         """Of the rows that are added."""
         self.has_text = False
@@ -57,8 +56,8 @@ class TextWriter:
         self._current = _Rows()  # of the current record
         self._current_size = 0  # characters of this record, with those in the stream
         # Where to cut the stream, if it already has rows of the current record, or of the current file.
-        self._record_start: _Point | None = None
-        self._file_start: _Point | None = None
+        self._record_start: Mark | None = None
+        self._file_start: Mark | None = None
         self.begin_file()
 
     def begin_file(self) -> None:
@@ -73,7 +72,7 @@ class TextWriter:
         """Drop all strings of the current file."""
         self.drop()
         if self._file_start is not None:
-            self._cut(self._file_start)
+            self._stream.cut(self._file_start)
             self._before = *self._before[:2], 0  # rows of earlier files were written before
         self._complete = _Rows()
         self.records, self.characters, self._size = self._before
@@ -138,7 +137,7 @@ class TextWriter:
     def drop(self) -> None:
         """Drop the strings of the current record."""
         if self._record_start is not None:
-            self._cut(self._record_start)  # complete records before it were written first, and stay
+            self._stream.cut(self._record_start)  # complete records before it were written first, and stay
         self._begin()
 
     def close(self) -> Shard:
@@ -146,10 +145,6 @@ class TextWriter:
         self.begin_file()  # so that the last file needs no record batch of its own
         self._write_complete()
         return self._stream.close()
-
-    def _cut(self, point: "_Point") -> None:
-        self._stream.cut(point.mark)
-        self.num_short = point.num_short
 
     def _begin(self) -> None:
         self._current = _Rows()
@@ -160,41 +155,22 @@ class TextWriter:
         """Write what there is of a long record; what precedes it must be in the stream before it."""
         if self._record_start is None:
             self._write_complete()
-            self._record_start = _Point(self._stream.mark(), self.num_short)
-        self._write_batches(_batches(self._current.take(), pc.utf8_length, self._limits.batch))
+            self._record_start = self._stream.mark()
+        self._write(self._current, pc.utf8_length)
 
     def _write_complete(self) -> None:
-        self._write(self._earlier.take())
+        self._write(self._earlier, pc.binary_length)
         if self._file_start is None:
-            self._file_start = _Point(self._stream.mark(), self.num_short)
-        self._write(self._complete.take())
+            self._file_start = self._stream.mark()
+        self._write(self._complete, pc.binary_length)
         self._size = 0
 
-    def _write(self, arrays: list[pa.Array]) -> None:
-        waiting: list[pa.Array] = []
-        size = 0  # bytes of those that were added since the last batch was written
-        for array in arrays:
-            waiting.append(array)
-            size += array.nbytes
-            if size > self._limits.batch:
-                # All but the last batch, which may have room for more.
-                *batches, last = _batches(waiting, pc.binary_length, self._limits.batch)
-                self._write_batches(batches)
-                waiting, size = [last], 0  # not its own size: it would be joined with each further row
-        self._write_batches(_batches(waiting, pc.binary_length, self._limits.batch))
-
-    def _write_batches(self, batches: Iterable[pa.Array]) -> None:
-        for batch in batches:
-            self._stream.write_column(batch, self.column)
-            self.num_short += count_short(batch)
-
-
-class _Point(NamedTuple):
-    """A point in the stream, to which it can be cut back."""
-
-    mark: Mark
-    num_short: int
-    """Of the writer, there."""
+    def _write(self, rows: "_Rows", lengths: Callable[[pa.Array], pa.Array]) -> None:
+        """Move rows into the stream: record batches of at most `limits.batch`, as `lengths` measures, or of one row."""
+        if arrays := rows.take():
+            strings = pa.concat_arrays(arrays)
+            for batch in slices(strings, lengths(strings), self._limits.batch):
+                self._stream.write_column(batch, self.column)
 
 
 class _Rows:
@@ -209,13 +185,10 @@ class _Rows:
         if len(self._strings) > _AT_ONCE:
             self._convert()
 
-    def extend_arrays(self, arrays: Iterable[pa.Array]) -> None:
-        for array in arrays:
-            self._convert()
-            self._arrays.append(array)
-
     def extend_rows(self, rows: "_Rows") -> None:
-        self.extend_arrays(rows._arrays)
+        if rows._arrays:
+            self._convert()
+            self._arrays += rows._arrays
         self.extend(rows._strings)
 
     def take(self) -> list[pa.Array]:
@@ -234,13 +207,6 @@ class _Rows:
             self._strings = []
 
 
-def _batches(arrays: Sequence[pa.Array], lengths: Callable[[pa.Array], pa.Array], size: int) -> Iterator[pa.Array]:
-    """Cut rows into record batches of at most `size`, as `lengths` measures strings, or of one row."""
-    if arrays:
-        rows = pa.concat_arrays(arrays)
-        yield from slices(rows, lengths(rows), size)
-
-
 def documents(stream: BinaryIO, size: int) -> Iterator[str]:
     """Cut UTF-8 into documents of at most `size` bytes: after the last line end, else space, else character in them.
 
@@ -256,9 +222,9 @@ def documents(stream: BinaryIO, size: int) -> Iterator[str]:
         yield rest.decode()
 
 
-def count_short(strings: pa.Array) -> int:
-    """How many strings have fewer than `SHORT` characters."""
-    return pc.sum(pc.less(pc.utf8_length(strings), SHORT)).as_py() or 0
+def count_short(shard: Path) -> int:
+    """How many strings of a shard have fewer than `SHORT` characters."""
+    return sum(pc.sum(pc.less(pc.utf8_length(strings), SHORT)).as_py() for strings, _ in read_rows(shard))
 
 
 def replace_surrogates(value: str) -> str:
