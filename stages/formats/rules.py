@@ -3,6 +3,7 @@
 Without python-jsonpath, whose import a pipeline without rules is spared.
 """
 
+import copy
 import dataclasses
 import re
 from collections import Counter
@@ -221,13 +222,7 @@ class RecordCounts:
 
     def copy(self) -> "RecordCounts":
         """A copy that stays as it is when this one counts on."""
-        return dataclasses.replace(
-            self,
-            left_out=self.left_out.copy(),
-            first_left_out=self.first_left_out.copy(),
-            unused_columns=self.unused_columns.copy(),
-            unknown_roles=self.unknown_roles.copy(),
-        )
+        return RecordCounts(*map(copy.copy, vars(self).values()))
 
 
 @dataclass(frozen=True)
