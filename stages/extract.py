@@ -321,11 +321,7 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
     for index, rule in enumerate(of_rules):
         of_records = f" of {counted(rule.records, 'record')}"
         notes += [f"note: records.{index} leaves out {num:,}{of_records}: {why}" for why, num in rule.left_out.items()]
-        if names := rule.unused_columns[:NUM_PRINTED]:
-            notes.append(f"note: records.{index} does not use the columns: {', '.join(names)}")
-        if names := rule.unknown_roles[:NUM_PRINTED]:
-            remedy = rules.remedy_of_role(names[0])
-            notes.append(f"note: records.{index} does not know the roles: {', '.join(names)}: {remedy}")
+        notes += [f"note: records.{index}: {line}" for line in rule.notes()]
     lengths = (
         f"{counts.characters:,} characters, mean {counts.characters / counts.strings:.0f}, "
         f"{counts.short_strings / counts.strings:.0%} below {SHORT}"

@@ -636,7 +636,7 @@ def test_columns_that_no_rule_used_are_named_once() -> None:
     metrics = extract_raw(num_splits=2, records=rules)
     assert [rule["unused_columns"] for rule in metrics["rules"]] == expected
     message = extract(replace(PARAMS, records=[Rule(**rule) for rule in rules]), RUNTIME)
-    named = re.findall(r"note: records\.(\d+) does not use the columns: (.*)", message)
+    named = re.findall(r"note: records\.(\d+): columns that the rule does not use: (.*)", message)
     assert named == [(str(number), ", ".join(names)) for number, names in enumerate(expected) if names]
 
 
@@ -646,10 +646,10 @@ def test_roles_that_nobody_knows_are_named() -> None:
     params = replace(PARAMS, records=[Rule(files="*")])
     assert extract_raw(num_splits=2, records=[{"files": "*"}])["rules"][0]["unknown_roles"] == ["agent"]
     message = extract(params, RUNTIME)
-    remedy = "add `roles: {agent: ROLE}` to the rule, where ROLE is user, assistant, ..."
-    assert f"note: records.0 does not know the roles: agent: {remedy}\n" in message
+    note = "roles that are not known: agent: add `roles: {agent: ROLE}` to the rule, where ROLE is user, assistant, ..."
+    assert f"note: records.0: {note}\n" in message
     shown = preview(Path("a.jsonl"), params)
-    assert shown.endswith(f"roles that are not known: agent: {remedy}")
+    assert shown.endswith(note)
     for role in ("assistant", "agent"):
         metrics = extract_raw(num_splits=2, records=[{"files": "*", "roles": {"agent": role}}])
         assert metrics["rules"][0]["unknown_roles"] == []

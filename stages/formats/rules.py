@@ -262,19 +262,19 @@ class RuleCounts:
 
     def describe(self) -> list[str]:
         """Lines for people: what has no row, with the first of these records, and what is not used."""
-        lines = [f"{counted(number, 'record')} left out: {reason}" for reason, number in self.left_out.items()]
-        lines += map(str, self.first_left_out)
+        left_out = [f"{counted(number, 'record')} left out: {reason}" for reason, number in self.left_out.items()]
+        return [*left_out, *map(str, self.first_left_out), *self.notes()]
+
+    def notes(self) -> list[str]:
+        """The last of these lines: what of the records is not used or not known."""
+        lines = []
         if self.unused_columns:
             lines.append(f"columns that the rule does not use: {', '.join(self.unused_columns[:_NUM_NAMES])}")
         if self.unknown_roles:
             names = self.unknown_roles[:_NUM_NAMES]
-            lines.append(f"roles that are not known: {', '.join(names)}: {remedy_of_role(names[0])}")
+            remedy = f"add `roles: {{{names[0]}: ROLE}}` to the rule, where ROLE is user, assistant, ..."
+            lines.append(f"roles that are not known: {', '.join(names)}: {remedy}")
         return lines
-
-
-def remedy_of_role(name: str) -> str:
-    """What to do about a role that is not known. Only the user knows whether it is that of the assistant."""
-    return f"add `roles: {{{name}: ROLE}}` to the rule, where ROLE is user, assistant, ..."
 
 
 @cache
