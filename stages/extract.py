@@ -291,24 +291,8 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
                 raise StageError(f"params.yaml: records.{index} makes no row of {rule.files!r}:", *rule.describe())
         with publish.together(METRICS):
             dataset.write(directory)
-    if counts.structured_files:
-        print(
-            f"note: {counted(counts.structured_files, 'file')} without a rule (docs/formats.md): each CSV file is a "
-            "document, and each string of the others"
-        )
-        if found := find_conversations(params, raw_paths(summary)):
-            print(f"warning: {found}")
-    if silent := sorted(find_silent(results) - rejected_names):
-        print(
-            f"warning: {counted(len(silent), 'file')} without text, of which nothing was rejected, such as "
-            f"{silent[0]}: `{_preview_of(silent[0], params)}` shows why"
-        )
-    if fallback:
-        print(
-            f"warning: {counted(counts.fallback_encoded_files, 'file')} not in UTF-8, and read as "
-            f"{params.fallback_encoding} (fallback_encoding), such as {fallback[0]}: see with "
-            f"`{_preview_of(fallback[0], params)}` whether the text looks right"
-        )
+    for line in warnings(params, summary, counts, find_silent(results) - rejected_names, fallback):
+        print(line)
     # Only after success: what a failed run finished is what the next one reuses.
     store.trim(int(runtime.reuse_gib * 2**30))
     num_rejections = counts.rejected.total()
@@ -335,6 +319,30 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
         (f"{sum(used)} of {len(used)}", "splits reused", ""),
     )
     return "\n".join([*notes, summed])
+
+
+def warnings(
+    params: ExtractParams, summary: splits.Summary, counts: SplitCounts, silent: set[str], fallback: list[str]
+) -> Iterator[str]:
+    """What people may not have meant: files without a rule, without text, or in another encoding."""
+    if counts.structured_files:
+        yield (
+            f"note: {counted(counts.structured_files, 'file')} without a rule (docs/formats.md): each CSV file is a "
+            "document, and each string of the others"
+        )
+        if found := find_conversations(params, raw_paths(summary)):
+            yield f"warning: {found}"
+    if silent:
+        yield (
+            f"warning: {counted(len(silent), 'file')} without text, of which nothing was rejected, such as "
+            f"{min(silent)}: `{_preview_of(min(silent), params)}` shows why"
+        )
+    if fallback:
+        yield (
+            f"warning: {counted(counts.fallback_encoded_files, 'file')} not in UTF-8, and read as "
+            f"{params.fallback_encoding} (fallback_encoding), such as {fallback[0]}: see with "
+            f"`{_preview_of(fallback[0], params)}` whether the text looks right"
+        )
 
 
 def raw_paths(summary: splits.Summary) -> Iterator[str]:
