@@ -8,7 +8,6 @@ Example  dvc exp run -S deduplicate=near deduplicate
 
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
-from tqdm import tqdm
 
 from stages.base import code, command, publish
 from stages.base.dataset import Dataset
@@ -257,14 +255,9 @@ def find(
             for index, shard in enumerate(corpus.shards)
         ]
         sizes = [task.shard.stat().st_size for task in tasks]
-        with (
-            tqdm(total=sum(sizes), desc="deduplicate", unit="B", unit_scale=True, disable=None) as bar,
-            closing(workers.ordered_map(signatures.sign, tasks, runtime, num_bytes=sum(sizes))) as signed,
-        ):
-            num_reused = 0
-            for shard, size, is_reused in zip(corpus.shards, sizes, signed, strict=True):
-                num_reused += is_reused and shard.rows > 0  # those without rows are all equal
-                bar.update(size)
+        reused = workers.tracked_map(signatures.sign, tasks, sizes, runtime, "deduplicate")
+        # Those without rows are all equal.
+        num_reused = sum(each and shard.rows > 0 for shard, each in zip(corpus.shards, reused, strict=True))
         splits = [signatures.read(task.target) for task in tasks]
         for shard, split in zip(corpus.shards, splits, strict=True):
             if shard.rows != len(split.heads):

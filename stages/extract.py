@@ -14,14 +14,13 @@ import shlex
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import AfterValidator, Field
-from tqdm import tqdm
 
 from stages.base import code, command, publish
 from stages.base.dataset import Dataset, Shard
@@ -398,15 +397,8 @@ def extract_splits(tasks: Sequence[SplitTask], runtime: workers.Runtime) -> list
     """Extract all splits; return the results in their order. The largest begins first, so that none ends late."""
     order = sorted(range(len(tasks)), key=lambda index: -tasks[index].num_bytes)
     ordered = [tasks[index] for index in order]
-    num_bytes = sum(task.num_bytes for task in tasks)
-    results: dict[int, SplitResult] = {}  # by index: the corpus keeps the order of the splits
-    with (
-        tqdm(total=num_bytes, desc="extract", unit="B", unit_scale=True, disable=None) as bar,
-        closing(workers.ordered_map(extract_split, ordered, runtime, num_bytes=num_bytes)) as extracted,
-    ):
-        for index, result in zip(order, extracted, strict=True):
-            results[index] = result
-            bar.update(tasks[index].num_bytes)
+    extracted = workers.tracked_map(extract_split, ordered, [task.num_bytes for task in ordered], runtime, "extract")
+    results = dict(zip(order, extracted, strict=True))
     return [results[index] for index in range(len(tasks))]
 
 

@@ -13,7 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -22,6 +22,7 @@ from queue import SimpleQueue
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import Field
+from tqdm import tqdm
 
 from stages.base import process
 from stages.base.errors import StageError
@@ -105,6 +106,21 @@ def ordered_map(
                         "`dask worker` and run again"
                     )
             yield futures.popleft().result()
+
+
+def tracked_map(
+    function: Callable[[Task], Result], tasks: Sequence[Task], sizes: Sequence[int], runtime: Runtime, name: str
+) -> list[Result]:
+    """All results of `ordered_map`, with a progress bar of the bytes that the tasks read, of `sizes` each."""
+    results = []
+    with (
+        tqdm(total=sum(sizes), desc=name, unit="B", unit_scale=True, disable=None) as bar,
+        closing(ordered_map(function, tasks, runtime, num_bytes=sum(sizes))) as found,
+    ):
+        for size, result in zip(sizes, found, strict=True):
+            results.append(result)
+            bar.update(size)
+    return results
 
 
 def threaded_map(function: Callable[[Task], Result], tasks: Sequence[Task]) -> Generator[Result, None, None]:
