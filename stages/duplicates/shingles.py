@@ -7,6 +7,7 @@ a text is computed at once, in NumPy: the hash of a word is the difference of tw
 import unicodedata
 from collections.abc import Iterator
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,30 @@ _WITHOUT_SPACES = (
 Hashes = NDArray[np.uint64]
 
 
-def groups(texts: list[str]) -> Iterator[slice]:
+class Shingles(NamedTuple):
+    """Those of some texts, or of a piece of one."""
+
+    texts: slice
+    hashes: Hashes
+    """(n,), in order and not unique."""
+    bounds: NDArray[np.int64]
+    """Where those of each text begin, and the end, (texts + 1,)."""
+    num_words: NDArray[np.int64]
+    """Of each text, (texts,)."""
+
+
+def of_texts(texts: list[str], num_words: int = NUM_WORDS) -> Iterator[Shingles]:
+    """The shingles of texts of any length, many at once."""
+    for group in _groups(texts):
+        if sum(map(len, texts[group])) < PIECE:
+            starts = np.cumsum([0, *(len(text) + 1 for text in texts[group])])
+            words, bounds = _words("\n".join(texts[group]) + "\n", starts)
+            yield Shingles(group, *_shingles(words, bounds, num_words), np.diff(bounds))
+        else:
+            yield from (Shingles(group, *found) for found in _of_pieces(texts[group.start], num_words))
+
+
+def _groups(texts: list[str]) -> Iterator[slice]:
     """Consecutive texts of PIECE characters together, or a single longer one."""
     first = 0
     while first < len(texts):
@@ -41,20 +65,8 @@ def groups(texts: list[str]) -> Iterator[slice]:
         first = end
 
 
-def of_documents(texts: list[str], num_words: int = NUM_WORDS) -> tuple[Hashes, NDArray[np.int64], NDArray[np.int64]]:
-    """The shingles of some texts of PIECE characters together.
-
-    Returns:
-        Shingles (n,), in order and not unique; where those of each text begin, and the end, (texts + 1,); how many
-        words each text has, (texts,).
-    """
-    starts = np.cumsum([0, *(len(text) + 1 for text in texts)])
-    words, bounds = _words("\n".join(texts) + "\n", starts)
-    return *_shingles(words, bounds, num_words), np.diff(bounds)
-
-
-def of_pieces(text: str, num_words: int = NUM_WORDS) -> Iterator[tuple[Hashes, int]]:
-    """The shingles of a text of any length, piece by piece, and how many words each piece adds."""
+def _of_pieces(text: str, num_words: int) -> Iterator[tuple[Hashes, NDArray[np.int64], NDArray[np.int64]]]:
+    """The same of one text of any length, piece by piece; the words are those that a piece adds."""
     carried, begin = np.empty(0, np.uint64), 0
     while begin < len(text):
         end = begin + PIECE
@@ -63,23 +75,13 @@ def of_pieces(text: str, num_words: int = NUM_WORDS) -> Iterator[tuple[Hashes, i
         piece = text[begin:end]
         own, _ = _words(piece, np.zeros(1, np.int64))
         words = np.concatenate([carried, own])
-        yield _shingles(words, np.array([0, len(words)]), num_words)[0], len(own)
+        yield *_shingles(words, np.array([0, len(words)]), num_words), np.array([len(own)])
         carried, begin = words[-(num_words - 1) :], begin + len(piece)
-
-
-def of_texts(texts: list[str], num_words: int) -> Iterator[Hashes]:
-    """The shingles of texts of any length, many at once."""
-    for group in groups(texts):
-        if sum(map(len, texts[group])) < PIECE:
-            yield of_documents(texts[group], num_words)[0]
-        else:
-            yield from (shingles for shingles, _ in of_pieces(texts[group.start], num_words))
 
 
 def shingles_of(text: str, num_words: int = NUM_WORDS) -> Hashes:
     """The different shingles of a text, sorted: (n,)."""
-    found = (shingles for shingles, _ in of_pieces(text, num_words))
-    return np.unique(np.concatenate([np.empty(0, np.uint64), *found]))
+    return np.unique(np.concatenate([found.hashes for found in of_texts([text], num_words)]))
 
 
 def _words(text: str, starts: NDArray[np.int64]) -> tuple[Hashes, NDArray[np.int64]]:

@@ -135,14 +135,9 @@ def _strings(value: Any, left_out: str) -> Iterator[str]:
 def minima(texts: list[str]) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
     """The signature of each text, (n, NUM_HASHES), and its number of words, (n,)."""
     smallest, words = np.full((NUM_HASHES, len(texts)), 0xFFFFFFFF, np.uint32), np.zeros(len(texts), np.int64)
-    for group in shingles.groups(texts):
-        if sum(map(len, texts[group])) < shingles.PIECE:
-            hashes, bounds, words[group] = shingles.of_documents(texts[group])
-            _lower(smallest[:, group], hashes, bounds)
-        else:
-            for hashes, number in shingles.of_pieces(texts[group.start]):
-                _lower(smallest[:, group], hashes, np.array([0, len(hashes)]))
-                words[group] += number
+    for found in shingles.of_texts(texts):
+        _lower(smallest[:, found.texts], found.hashes, found.bounds)
+        words[found.texts] += found.num_words
     # The upper bits of a product: those of a small number are 0.
     return ((smallest * np.uint32(0x9E3779B1)) >> np.uint32(16)).astype(SIGNATURE).T, words
 

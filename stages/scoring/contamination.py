@@ -127,7 +127,8 @@ def search(task: SearchTask) -> None:
         if task.held_out:
             batch, _ = Side(task.held_out, is_held_out=False).chosen(batch)
         strings, column = arrow.strings_of(batch)
-        for grams in of_texts([document(row, column, left_out="") for row in strings.to_pylist()], NUM_WORDS):
+        documents = [document(row, column, left_out="") for row in strings.to_pylist()]
+        for _, grams, _, _ in of_texts(documents, NUM_WORDS):
             found = grams[may_be[grams >> np.uint64(64 - _FILTER_BITS)]]
             places = np.searchsorted(wanted, found) % len(wanted)
             is_found[places[wanted[places] == found]] = True
