@@ -29,8 +29,7 @@ from stages.splits import assignment, parts, suffixes, tables, tree
 from stages.splits import manifests as splits
 from stages.work import workers
 
-_OUTS = "data/corpus", "data/duplicates", "data/tokens", "data/.reuse", "outputs"
-WRITTEN = (splits.SPLITS, *map(Path, _OUTS))
+WRITTEN = (splits.SPLITS, *map(Path, ("data/corpus", "data/duplicates", "data/tokens", "data/.reuse", "outputs")))
 """The directories that stages write."""
 
 IN_NO_SOURCE = "in none of sources"
@@ -85,17 +84,10 @@ def organize(
     Raises:
         StageError: `raw_dir` is not a directory of raw files, or contains no file that can be read.
     """
-    root = find_root(params.raw_dir)
-    check_sources(root, params.sources or [])
-    paths, passed_over = tree.walk(root, lambda name: suffixes.find(name) is not None)
-    if metadata := tables.find_metadata(paths):
-        paths = [path for path in paths if path not in metadata]
-        passed_over += [splits.PassedOver(path, "about the data set of its directory") for path in metadata]
-    paths_of = {"": paths}
-    if params.sources:
-        paths_of = group(paths, params.sources)
-        passed_over += [splits.PassedOver(path, IN_NO_SOURCE) for path in paths_of.pop("")]
-        paths = [*chain.from_iterable(paths_of.values())]
+    root, sources = find_root(params.raw_dir), params.sources or []
+    check_sources(root, sources)
+    paths_of, passed_over = find_files(root, sources)
+    paths = [*chain.from_iterable(paths_of.values())]
     part_sizes: dict[str, int] = {}
     large: dict[str, tuple[int, int]] = {}
     for source, own in paths_of.items():  # each fills its own splits, however small it is beside the others
@@ -105,7 +97,8 @@ def organize(
         cut = cut_all(root, large, runtime, progress)
         others = [path for path in paths if path not in cut]
         whole, unreadable = measure_all(root, others, runtime, files_per_task, progress)
-    files: list[File] = sorted([*whole, *cut.values()], key=path_of)
+    file_of = {path_of(file): file for file in [*whole, *cut.values()]}
+    files = [file_of[path] for path in sorted(file_of)]
     passed_over += unreadable
     reasons = dict(sorted(Counter(item.reason for item in passed_over).items()))
     if not files:
@@ -113,9 +106,7 @@ def organize(
             f"raw_dir {params.raw_dir!r} contains no file that can be read ({kinds(passed_over) or 'it is empty'}): "
             f"put files there that end in {' '.join(suffixes.FORMATS)}"
         )
-    of_source: dict[str, list[File]] = {source: [] for source in params.sources or [""]}
-    for file in files:
-        of_source[source_of(path_of(file), params.sources or [])].append(file)
+    of_source = {source: [file_of[path] for path in own if path in file_of] for source, own in paths_of.items()}
     if empty := [source for source, found in of_source.items() if not found]:
         in_empty = tuple(f"{source}/" for source in empty)
         why = kinds([item for item in passed_over if f"{item.path}/".startswith(in_empty)])  # a source may be a link
@@ -136,7 +127,7 @@ def organize(
             bytes=num_bytes,
             formats=count_formats(files),
             splits=[write_split(directory, index, member) for index, member in enumerate(members)],
-            sources=params.sources or [],
+            sources=sources,
             names_not_utf8=[printable(path) for path in map(path_of, files) if not is_utf8(path)][:num_listed],
             passed_over_counts=reasons,
             passed_over=[
@@ -151,6 +142,21 @@ def organize(
         (len(members), "splits", f"{min(shares):.1%} to {max(shares):.1%} of the bytes each{cut_into}"),
         (len(passed_over), "skipped", f"{kinds(passed_over)}: see {target / splits.SUMMARY}" if passed_over else ""),
     )
+
+
+def find_files(root: Path, sources: Sequence[str]) -> tuple[dict[str, list[str]], list[splits.PassedOver]]:
+    """The paths of the raw files of each source, in order, and what is skipped. Without sources all are of ""."""
+    paths, passed_over = tree.walk(root, lambda name: suffixes.find(name) is not None)
+    if metadata := tables.find_metadata(paths):
+        paths = [path for path in paths if path not in metadata]
+        passed_over += [splits.PassedOver(path, "about the data set of its directory") for path in metadata]
+    if not sources:
+        return {"": paths}, passed_over
+    found: dict[str, list[str]] = {source: [] for source in [*sources, ""]}
+    for path in paths:
+        found[source_of(path, sources)].append(path)
+    passed_over += [splits.PassedOver(path, IN_NO_SOURCE) for path in found.pop("")]
+    return found, passed_over
 
 
 def kinds(passed_over: Sequence[splits.PassedOver]) -> str:
@@ -213,14 +219,6 @@ def check_sources(root: Path, sources: Sequence[str]) -> None:
 def source_of(path: str, sources: Sequence[str]) -> str:
     """The source of a raw file, the innermost directory of them; "": it is in none."""
     return max((source for source in sources if path.startswith(f"{source}/")), key=len, default="")
-
-
-def group(paths: Sequence[str], sources: Sequence[str]) -> dict[str, list[str]]:
-    """The raw files of each source, and under "" those that are in none."""
-    found: dict[str, list[str]] = {source: [] for source in [*sources, ""]}
-    for path in paths:
-        found[source_of(path, sources)].append(path)
-    return found
 
 
 def path_of(file: File) -> str:
