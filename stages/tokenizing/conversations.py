@@ -8,13 +8,14 @@ import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 
 from stages.base.errors import StageError, one_line
 from stages.tokenizing import vocabulary
@@ -82,7 +83,7 @@ class ConversationEncoder:
         self._terminator = re.compile(rf"\s*(?:{self._renamed.pattern})")
         self._ends = re.compile(rf"(?:{self._renamed.pattern})\s*\Z")
         self._template = ChatTemplate(spec.chat)
-        self._turn_ends: dict[bool, frozenset[int]] = {}  # by whether there are tools
+        self._turn_ends = cache(self._find_turn_ends)
         # A text with more characters has more tokens than a row.
         self._max_chars = max(map(len, vocab)) * self._chat.seq_length
 
@@ -150,7 +151,7 @@ class ConversationEncoder:
             Refused: the template fails, or a content would give a special token.
         """
         rendering = self._template.render(read_conversation({"messages": messages}), add_generation_prompt=True)
-        return np.array(self._encoded(self._renamed_in(rendering).text).ids, np.uint32)
+        return self._encoded(self._renamed_in(rendering).text)[0]
 
     def _renamed_in(self, rendering: Rendering) -> "_Renamed":
         """The rendering with the new names of the special tokens that are the template's."""
@@ -203,7 +204,7 @@ class ConversationEncoder:
             Refused: it is not known.
         """
         found = [*self._renamed.finditer(text, end, after)]
-        ends = self._find_turn_ends(has_tools)
+        ends = self._turn_ends(has_tools)
         known = [match for match in found if self._ids[match[0]] in ends] or found
         if len(found) > 1 and known is found:
             raise Refused("it is not known where a tool call ends: use a chat template with {% generation %}")
@@ -211,14 +212,11 @@ class ConversationEncoder:
 
     def _find_turn_ends(self, has_tools: bool) -> frozenset[int]:
         """The ids of the special tokens that end turns of the assistant without a call."""
-        if (found := self._turn_ends.get(has_tools)) is None:
-            messages = [{"role": role, "content": "."} for role in ("user", "assistant") * 2]
-            try:
-                found = self._encode(Conversation(messages, None, [] if has_tools else None), {1, 3}).terminators
-            except Refused:
-                found = frozenset()
-            self._turn_ends[has_tools] = found
-        return found
+        messages = [{"role": role, "content": "."} for role in ("user", "assistant") * 2]
+        try:
+            return self._encode(Conversation(messages, None, [] if has_tools else None), {1, 3}).terminators
+        except Refused:
+            return frozenset()
 
     def _terminated(self, text: str, start: int, end: int) -> tuple[str, int]:
         """The end of a turn with the special token that ends it, and the text, which may get that token here.
@@ -241,13 +239,12 @@ class ConversationEncoder:
         beginning: tuple[int, ...] = (),
     ) -> Encoded:  # fmt: skip
         """Encode a rendering, after the ids of `beginning`; a token is trained where any of its characters is."""
-        encoding = self._encoded(text, len(beginning))
-        ids = np.array(encoding.ids, np.uint32)
+        ids, offsets = self._encoded(text, len(beginning))
         covered = np.zeros(len(text) + 1, np.int64)
         for start, end in spans:
             covered[start + 1 : end + 1] = 1
         covered = covered.cumsum()  # trained characters before each one
-        begin, end = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        begin, end = np.array(offsets, np.int64).reshape(-1, 2).T
         is_trained = covered[np.maximum(end, np.minimum(begin + 1, len(text)))] > covered[begin]
         is_trained[:1] &= bool(beginning)  # otherwise nothing precedes it
         if not is_trained.any():
@@ -261,8 +258,12 @@ class ConversationEncoder:
         inner = frozenset(token for tokens in turns for token in tokens[:-1] if self._chat.train_on != "all")
         return Encoded(ids, terminators, inner, strings, left_out)
 
-    def _encoded(self, text: str, num_before: int = 0) -> Encoding:
-        """Encode a rendering that follows some tokens: it has the special tokens of the template, and no others."""
+    def _encoded(self, text: str, num_before: int = 0) -> tuple[NDArray[np.uint32], list[tuple[int, int]]]:
+        """The ids of a rendering that follows some tokens, (n,), and the characters that each stands for.
+
+        Raises:
+            Refused: it is longer than a row, or a content gives a special token.
+        """
         if len(text) > self._max_chars:
             raise Refused(f"longer than a row: {len(text):,} characters")
         try:
@@ -275,7 +276,7 @@ class ConversationEncoder:
         written = sum(self._ids[name] in self._counted for name in self._renamed.findall(text))
         if np.isin(ids, [*self._counted]).sum() != written:
             raise Refused("a content gives a special token")
-        return encoding
+        return ids, encoding.offsets
 
 
 class _Renamed:
