@@ -23,7 +23,6 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from stages.base.dataset import Shard
-from stages.base.errors import StageError
 from stages.base.files import WRITTEN, compare
 from stages.base.packed import RefusedConversation
 from stages.tokenizing.chat_template import Refused
@@ -90,9 +89,6 @@ def batches_of(shard: Path, skipped: bytes) -> Iterator[tuple[int, bytes]]:
     """
     rows, first = np.frombuffer(skipped, np.int64), 0
     for offset in arrow.batch_offsets(shard):
-        if not skipped:
-            yield offset, b""
-            continue
         end = first + len(arrow.read_batch(shard, offset))
         begin, stop = np.searchsorted(rows, [first, end])
         yield offset, (rows[begin:stop] - first).tobytes()
@@ -236,25 +232,16 @@ def encode(task: BatchTask) -> BatchResult:
 
 
 def _documents(documents: pa.StringArray, spec: TokenizerSpec) -> Iterator[tuple[Tokens, Counts]]:
-    unknown, num_ended = spec.unk_token_id, 0
     for tokens, num_dropped, num_slow in make_encoder(spec).encode(documents):
-        num_documents = int(np.count_nonzero(tokens == spec.eos_token_id))  # it ends each, nowhere else
-        counts = Counts(
-            num_documents=num_documents,
-            num_start=num_documents * len(spec.start_token_ids),
-            num_unknown=0 if unknown is None else int(np.count_nonzero(tokens == unknown)),
-            num_dropped=num_dropped,
-            num_slow=num_slow,
-        )
-        num_ended += counts.num_documents
-        yield tokens, counts
-    if num_ended != len(documents):
-        raise StageError(f"{spec.path} gave {num_ended} EOS tokens for {len(documents)} documents")
-    size = pc.sum(pc.binary_length(documents)).as_py()
-    yield (
-        np.empty(0, spec.dtype),
-        Counts(num_characters=pc.sum(pc.utf8_length(documents)).as_py(), num_bytes=size),
+        num_unknown = 0 if spec.unk_token_id is None else int(np.count_nonzero(tokens == spec.unk_token_id))
+        yield tokens, Counts(num_unknown=num_unknown, num_dropped=num_dropped, num_slow=num_slow)
+    num_characters, num_bytes = (pc.sum(count(documents)).as_py() for count in (pc.utf8_length, pc.binary_length))
+    # The encoder begins each with these tokens, ends it with EOS, and gives no other EOS.
+    num_start = len(documents) * len(spec.start_token_ids)
+    of_text = Counts(
+        num_documents=len(documents), num_start=num_start, num_characters=num_characters, num_bytes=num_bytes
     )
+    yield np.empty(0, spec.dtype), of_text
 
 
 def _marked(batch: pa.RecordBatch, spec: TokenizerSpec) -> Iterator[tuple[Tokens, Counts]]:
