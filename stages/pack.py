@@ -8,7 +8,7 @@ Example  dvc exp run -S seq_length=1024 pack
 
 import operator
 import tempfile
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import reduce
@@ -69,18 +69,6 @@ class PackParams:
     decides."""
     max_left_out: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Strings of a role, or of tools, that the chat template may leave out, as a share."""
-
-    def check_splits(self, num_splits: int) -> None:
-        """Check that there are splits to train on.
-
-        Raises:
-            StageError: all are held out.
-        """
-        if self.validation_splits >= num_splits:
-            raise StageError(
-                f"validation_splits is {self.validation_splits} of num_splits = {num_splits} splits, which leaves none "
-                "to train on: lower it"
-            )
 
 
 @dataclass(frozen=True)
@@ -158,22 +146,17 @@ class PackedRows(NamedTuple):
     num_rows: int
     num_tokens: int
     """With those of the last, partial row."""
-    num_padding: int | None
-    """None: the corpus has no conversations."""
+    num_padding: int
+    """That fill up rows; 0 without conversations."""
     counts: packing.Counts
     are_reused: list[bool]
     """Whether the store had the split, of each that has documents. Its held-out side is not another split."""
 
     def __add__(self, other: "PackedRows") -> "PackedRows":  # type: ignore[override]
-        padding = (
-            None if self.num_padding is None or other.num_padding is None else self.num_padding + other.num_padding
-        )
-        return PackedRows(
-            self.num_rows + other.num_rows, self.num_tokens + other.num_tokens, padding, self.counts + other.counts,
-            self.are_reused + other.are_reused,
-        )  # fmt: skip
+        return PackedRows(*map(operator.add, self, other))
 
-    def metrics(self) -> RowsMetrics:
+    def metrics(self, is_chat: bool) -> RowsMetrics:
+        """For data/pack.json; `is_chat`: whether the corpus has conversations."""
         counts = self.counts
         # Each document that is text has EOS, too, and perhaps BOS.
         num_added = counts.num_start + counts.num_documents - counts.num_conversations
@@ -190,7 +173,7 @@ class PackedRows(NamedTuple):
             rows=self.num_rows,
             duplicates=counts.num_duplicates,
             conversations=None
-            if self.num_padding is None
+            if not is_chat
             else ConversationMetrics(
                 conversations=counts.num_conversations,
                 tokens=counts.num_tokens,
@@ -236,7 +219,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
     corpus = Dataset.read(CORPUS, "extract", contents=True)
     skips = skipped.read(corpus)
     parts = find_token_shards(params, corpus, skips)
-    if "messages" in corpus.features:
+    if is_chat := "messages" in corpus.features:
         spec = spec._replace(chat=find_chat_spec(params, model))
     store = reuse.Store(reuse.root(), packing.Counts)
     reason = None
@@ -270,8 +253,8 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
         name = fast_tokenizer.NAME if spec.is_fast else encoding.NAME
         encoder = EncoderMetrics(name, counts.num_slow, reason)
         metrics = PackMetrics(
-            train.metrics(),
-            validation.metrics(),
+            train.metrics(is_chat),
+            validation.metrics(is_chat),
             encoder,
             skips.fingerprint,
             fingerprint(
@@ -280,7 +263,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
             Origin.of("stages.pack", params),
             train_shards(parts),
             spec.chat.templates if spec.chat else {},
-            {f"{part.directory} {part.source}": rows.metrics() for part, rows in written if part.source},
+            {f"{part.directory} {part.source}": rows.metrics(is_chat) for part, rows in written if part.source},
         )
         metrics.write(METRICS)
     # Only after success: what a failed run finished is what the next one reuses.
@@ -290,7 +273,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
     note = f"of {params.seq_length:,} tokens; {validation.num_rows:,} more held out ({held_out:.1%} of the tokens)"
     return table(
         (train.num_rows, "rows", note),
-        conversations_row(counts) if spec.chat else (counts.num_duplicates, "dropped", "duplicate documents"),
+        conversations_row(counts) if is_chat else (counts.num_duplicates, "dropped", "duplicate documents"),
         (f"{sum(used)} of {len(used)}", "splits reused", ""),
     )
 
@@ -416,14 +399,22 @@ def find_token_shards(params: PackParams, dataset: Dataset, skips: skipped.Skipp
     for shard, rows, digest in zip(dataset.shards, skips.rows, skips.digests, strict=True):
         sources.setdefault(shard.source, []).append(Split(shard, rows.tobytes(), digest))
     if params.validation_fraction is not None:
-        train, validation = (packing.Side(params.validation_fraction, is_held_out) for is_held_out in (False, True))
-        return [
-            *(TokenShard(TRAIN.name, source, splits, train) for source, splits in sources.items()),
-            *(TokenShard(VALIDATION.name, source, splits, validation) for source, splits in sources.items()),
-        ]
-    num_splits = len(dataset.shards) // len(sources)
-    params.check_splits(num_splits)
-    num_train = num_splits - params.validation_splits  # entire splits, so no line of a file gives rows to both sides
+        divided = [divide_documents(*item, params.validation_fraction) for item in sources.items()]
+    else:
+        num_splits = len(dataset.shards) // len(sources)
+        if params.validation_splits >= num_splits:
+            raise StageError(
+                f"validation_splits is {params.validation_splits} of num_splits = {num_splits} splits, which leaves "
+                "none to train on: lower it"
+            )
+        check_documents(sources)
+        # Entire splits, so no line of a file gives rows to both sides.
+        divided = [divide(*item, num_splits - params.validation_splits) for item in sources.items()]
+    return [*(train for train, _ in divided), *(held_out for _, held_out in divided)]
+
+
+def check_documents(sources: Mapping[str | None, list[Split]]) -> None:
+    """Raise a StageError for a source without documents."""
     for source, splits in sources.items():
         of_source = f" of source {source}" if source else ""
         if not any(split.rows for split in splits) and any(split.shard.rows for split in splits):
@@ -435,8 +426,6 @@ def find_token_shards(params: PackParams, dataset: Dataset, skips: skipped.Skipp
             raise StageError(
                 f"there is no text{of_source}: extract made no row of its files, and {DATA_METRICS['extract']} says why"
             )
-    divided = [divide(source, splits, num_train) for source, splits in sources.items()]
-    return [*(train for train, _ in divided), *(held_out for _, held_out in divided)]
 
 
 def divide(source: str | None, splits: list[Split], num_train: int) -> tuple[TokenShard, TokenShard]:
@@ -460,9 +449,14 @@ def divide(source: str | None, splits: list[Split], num_train: int) -> tuple[Tok
         f"note: {chosen:.0%} of the documents{of_source} are held out by their content: the last validation_splits = "
         f"{len(held_out)} of num_splits = {len(splits)} splits have {found} of {total}; validation_fraction changes it"
     )
+    return divide_documents(source, splits, chosen)
+
+
+def divide_documents(source: str | None, splits: list[Split], fraction: float) -> tuple[TokenShard, TokenShard]:
+    """What of a source is trained on, and the share of its documents that is held out, by their content."""
     return (
-        TokenShard(TRAIN.name, source, splits, packing.Side(chosen, False)),
-        TokenShard(VALIDATION.name, source, splits, packing.Side(chosen, True)),
+        TokenShard(TRAIN.name, source, splits, packing.Side(fraction, False)),
+        TokenShard(VALIDATION.name, source, splits, packing.Side(fraction, True)),
     )
 
 
@@ -626,9 +620,8 @@ def write_rows(
             if split.num_documents > len(split.skipped) // 8 and not is_other_side:
                 are_reused.append(is_reused)
         shard = writer.close()
-    num_padding = writer.num_padding if isinstance(writer, packing.MarkedRowWriter) else None
     total = packing.Counts.total(counts)
-    return PackedRows(shard.rows, writer.num_tokens, num_padding, total, are_reused), shard
+    return PackedRows(shard.rows, writer.num_tokens, writer.num_padding, total, are_reused), shard
 
 
 def remedies(refused: Iterable[str]) -> str:

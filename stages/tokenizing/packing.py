@@ -314,7 +314,7 @@ class RowWriter:
     """
 
     def __init__(self, stream: arrow.StreamWriter, seq_length: int, max_batch_tokens: int = MAX_BATCH_TOKENS) -> None:
-        self.num_tokens = 0
+        self.num_tokens, self.num_padding = 0, 0
         self._seq_length = seq_length
         self._stream = stream
         # (rows * seq_length,) int32: the tokens of a record batch, filled again after each one.
