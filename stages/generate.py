@@ -138,9 +138,8 @@ def chat_encoder(directory: Path, eos_token_id: int | list[int] | None) -> "Conv
         raise StageError(
             "--chat: the model names no EOS token, so nothing ends an answer: set eos_token_id in its config"
         )
-    more = tuple((name, each) for name, each in loaded.chat_templates.items() if name != "default")
     chat = encoding.ChatSpec(
-        loaded.chat_templates["default"], tuple(loaded.special_tokens.items()), "assistant", sys.maxsize, more
+        tuple(loaded.chat_templates.items()), tuple(loaded.special_tokens.items()), "assistant", sys.maxsize
     )
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary, "tokenizer.json")

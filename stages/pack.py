@@ -119,6 +119,7 @@ NUM_REASONS = 5
 _MAX_TIMES = 2
 """More than so many times their share of the documents is not held out as the last splits."""
 
+_MEND_TEMPLATE = "correct it, or set chat_template to the file of another one"
 _REMEDIES = {
     "longer than a row": "raise seq_length",
     "the chat template": "set chat_template to the file of one that writes them, or correct the conversations",
@@ -262,7 +263,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
             ),
             Origin.of("stages.pack", params),
             train_shards(parts),
-            spec.chat.templates if spec.chat else {},
+            dict(spec.chat.templates) if spec.chat else {},
             {f"{part.directory} {part.source}": rows.metrics(is_chat) for part, rows in written if part.source},
         )
         metrics.write(METRICS)
@@ -350,17 +351,15 @@ def find_chat_spec(params: PackParams, model: ModelManifest) -> encoding.ChatSpe
     Raises:
         StageError: the file is not there, or is none that DVC watches; or the template is no text, or none of Jinja.
     """
-    templates, remedy = _find_templates(params, model), "correct it, or set chat_template to the file of another one"
-    for name, template in templates.items():
+    # This is the order in data/pack.json.
+    templates = sorted(_find_templates(params, model).items(), key=lambda item: item[0] != "default")
+    for name, template in templates:
         of_model = f"the chat template{f' {name}' * (name != 'default')} of {model.model_name}"
-        _check_syntax(template, params.chat_template or of_model, remedy)
-    return encoding.ChatSpec(
-        templates.get("default"), tuple(model.special_tokens.items()), params.train_on, params.seq_length,
-        tuple((name, each) for name, each in templates.items() if name != "default"),
-    )  # fmt: skip
+        _check_syntax(template, params.chat_template or of_model)
+    return encoding.ChatSpec(tuple(templates), tuple(model.special_tokens.items()), params.train_on, params.seq_length)
 
 
-def _check_syntax(template: str, name: str, remedy: str) -> None:
+def _check_syntax(template: str, name: str) -> None:
     """Refuse a template in which Jinja finds an error before it has a conversation."""
     import jinja2
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -369,7 +368,7 @@ def _check_syntax(template: str, name: str, remedy: str) -> None:
         with suppress(MemoryError, TimeoutError), process.limited(chat_template.SECONDS, chat_template.BYTES):
             render_jinja_template([], chat_template=template)
     except jinja2.TemplateSyntaxError as error:
-        raise StageError(f"{name}, line {error.lineno}: {one_line(error.message)}: {remedy}") from None
+        raise StageError(f"{name}, line {error.lineno}: {one_line(error.message)}: {_MEND_TEMPLATE}") from None
 
 
 def _find_templates(params: PackParams, model: ModelManifest) -> dict[str, str]:
@@ -382,8 +381,7 @@ def _find_templates(params: PackParams, model: ModelManifest) -> dict[str, str]:
             f"chat_template is {params.chat_template!r}: name a file in {TEMPLATES}/, which DVC watches; null: "
             "the template of the model"
         )
-    remedy = "correct it, or set chat_template to the file of another one"
-    with explained(lambda problem: StageError(f"the chat template cannot be read ({problem}): {remedy}")):
+    with explained(lambda problem: StageError(f"the chat template cannot be read ({problem}): {_MEND_TEMPLATE}")):
         return {"default": path.read_text(encoding="utf-8")}
 
 

@@ -152,7 +152,7 @@ def template() -> Check:
     content = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
 
     def check(data: bytes) -> None:
-        chat = ChatSpec(data.decode(errors="ignore"), (), "assistant", 64)
+        chat = ChatSpec((("default", data.decode(errors="ignore")),), (), "assistant", 64)
         conversations.ConversationEncoder(spec._replace(chat=chat)).encode(content)
 
     check(b"{{ messages }}")  # with the imports, which take seconds

@@ -39,11 +39,16 @@ TOKENIZER = make_tokenizer()
 
 
 def encoder_of(
-    template: str | None, tokenizer: Tokenizer = TOKENIZER, start: tuple[int, ...] = (), **values: Any
+    template: str | None,
+    tokenizer: Tokenizer = TOKENIZER,
+    start: tuple[int, ...] = (),
+    more_templates: tuple[tuple[str, str], ...] = (),
+    **values: Any,
 ) -> ConversationEncoder:
     """With the defaults of params.yaml."""
+    templates = () if template is None else (("default", template), *more_templates)
     variables = (("bos_token", "<bos>"), ("eos_token", EOS))
-    chat = ChatSpec(template, variables, **{"train_on": "assistant", "seq_length": 4096, **values})
+    chat = ChatSpec(templates, variables, **{"train_on": "assistant", "seq_length": 4096, **values})
     spec = spec_of(tokenizer, tokenizer.token_to_id(EOS))
     return ConversationEncoder(spec._replace(chat=chat, start_token_ids=start))
 
@@ -503,7 +508,7 @@ def test_an_eos_token_that_text_may_contain_is_refused() -> None:
     characters = [EOS, *SPECIAL, "\n", "a"]
     tokenizer = Tokenizer(models.BPE({text: number for number, text in enumerate(characters)}, []))
     spec = spec_of(tokenizer, characters.index("\n"))._replace(
-        special_tokens=("\n",), chat=ChatSpec(CHATML, (), "assistant", 4096)
+        special_tokens=("\n",), chat=ChatSpec((("default", CHATML),), (), "assistant", 4096)
     )
     with pytest.raises(StageError, match="is a character that text may contain"):
         ConversationEncoder(spec)

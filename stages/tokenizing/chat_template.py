@@ -101,7 +101,7 @@ class ChatTemplate:
     """Renders conversations."""
 
     def __init__(self, chat: ChatSpec) -> None:
-        self._templates, self._variables = chat.templates, dict(chat.variables)
+        self._templates, self._variables = dict(chat.templates), dict(chat.variables)
         self._mark = secrets.token_hex(8)
         self._marks = re.compile(rf"{self._mark}x(\d{{6}})")
         self._prompt = lru_cache(maxsize=100)(self._find_prompt)

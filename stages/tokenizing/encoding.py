@@ -43,20 +43,14 @@ all: every token, those of the template too."""
 class ChatSpec(NamedTuple):
     """How conversations become tokens, beside the tokenizer (stages/tokenizing/conversations.py)."""
 
-    template: str | None
-    """Jinja. None: there is none, so only prompts and completions that are plain text can be encoded."""
+    templates: tuple[tuple[str, str], ...]
+    """Jinja, by name: `tool_use` is for conversations with tools, `default` for the others. None: only prompts and
+    completions that are plain text can be encoded."""
     variables: tuple[tuple[str, str], ...]
     """The special tokens by the names that templates use, such as `bos_token`."""
     train_on: TrainOn
     seq_length: int
     """Tokens of a row."""
-    more_templates: tuple[tuple[str, str], ...] = ()
-    """The model's others, by name."""
-
-    @property
-    def templates(self) -> dict[str, str]:
-        """All of them by name; `tool_use` is for conversations with tools, `default` for the others."""
-        return {**({} if self.template is None else {"default": self.template}), **dict(self.more_templates)}
 
 
 class TokenizerSpec(NamedTuple):
