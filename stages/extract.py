@@ -166,13 +166,9 @@ class Metrics(JsonFile):
 
 
 class SplitTask(NamedTuple):
-    """One split."""
+    """One split, and where its text belongs."""
 
-    manifest: Path
-    digest: str
-    """Of the manifest."""
-    num_bytes: int
-    """Of its files, as they are stored."""
+    split: splits.Split
     shard: Path
     """The Arrow file to write."""
     params: ExtractParams
@@ -255,9 +251,7 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
     with publish.directory(CORPUS) as directory:
         tasks = [
             SplitTask(
-                manifest=splits.SPLITS / split.manifest,
-                digest=split.digest,
-                num_bytes=split.bytes,
+                split=split,
                 shard=directory / arrow.shard_name(index, len(summary.splits)),
                 params=params,
                 limits=limits,
@@ -346,8 +340,12 @@ def warnings(
 
 def raw_paths(summary: splits.Summary) -> Iterator[str]:
     """Of the files in all splits; that of a file in parts comes once for each."""
-    for split in summary.splits:
-        yield from (file.path for file in splits.read_manifest(splits.SPLITS / split.manifest, split.digest))
+    return (file.path for split in summary.splits for file in read_manifest(split))
+
+
+def read_manifest(split: splits.Split) -> list[splits.RawFile]:
+    """The raw files of a split, and parts of them."""
+    return splits.read_manifest(splits.SPLITS / split.manifest, split.digest)
 
 
 def find_conversations(params: ExtractParams, paths: Iterable[str]) -> str | None:
@@ -395,9 +393,9 @@ def key(manifest_digest: str, params: ExtractParams, limits: Limits, code_digest
 
 def extract_splits(tasks: Sequence[SplitTask], runtime: workers.Runtime) -> list[SplitResult]:
     """Extract all splits; return the results in their order. The largest begins first, so that none ends late."""
-    order = sorted(range(len(tasks)), key=lambda index: -tasks[index].num_bytes)
+    order = sorted(range(len(tasks)), key=lambda index: -tasks[index].split.bytes)
     ordered = [tasks[index] for index in order]
-    extracted = workers.tracked_map(extract_split, ordered, [task.num_bytes for task in ordered], runtime, "extract")
+    extracted = workers.tracked_map(extract_split, ordered, [task.split.bytes for task in ordered], runtime, "extract")
     results = dict(zip(order, extracted, strict=True))
     return [results[index] for index in range(len(tasks))]
 
@@ -415,7 +413,7 @@ def extract_split(task: SplitTask) -> SplitResult:
 
 def read_split(task: SplitTask) -> SplitResult:
     """Write the shard of one split from its raw files."""
-    return read_files(splits.read_manifest(task.manifest, task.digest), task.shard, task.params, task.limits)
+    return read_files(read_manifest(task.split), task.shard, task.params, task.limits)
 
 
 class _Rejections:
