@@ -414,16 +414,17 @@ def find_token_shards(params: PackParams, dataset: Dataset, skips: skipped.Skipp
 def check_documents(sources: Mapping[str | None, list[Split]]) -> None:
     """Raise a StageError for a source without documents."""
     for source, splits in sources.items():
+        if any(split.rows for split in splits):
+            continue
         of_source = f" of source {source}" if source else ""
-        if not any(split.rows for split in splits) and any(split.shard.rows for split in splits):
+        if any(split.shard.rows for split in splits):
             raise StageError(
                 f"deduplicate skips all documents{of_source}, as others are equal or similar: leave it out of sources, "
                 "name it first there, or set deduplicate to null"
             )
-        if not any(split.rows for split in splits):
-            raise StageError(
-                f"there is no text{of_source}: extract made no row of its files, and {DATA_METRICS['extract']} says why"
-            )
+        raise StageError(
+            f"there is no text{of_source}: extract made no row of its files, and {DATA_METRICS['extract']} says why"
+        )
 
 
 def divide(source: str | None, splits: list[Split], num_train: int) -> tuple[TokenShard, TokenShard]:
