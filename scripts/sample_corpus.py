@@ -76,12 +76,17 @@ def write(raw_dir: Path) -> list[int]:
 
 def files() -> Iterator[tuple[str, str]]:
     """Path and content of each file of the corpus."""
-    for name, text in sorted(pydoc_data.topics.topics.items()):
+    for name, text in topics():
         yield f"topics/{name}.txt", text
     for name, documentation in modules():
         yield f"modules/{name}.json", json.dumps(documentation, indent=2, ensure_ascii=False) + "\n"
     for name, metadata in distributions():
         yield f"distributions/{name}.yaml", yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
+
+
+def topics() -> Iterator[tuple[str, str]]:
+    """Name and text of each topic of the language."""
+    yield from sorted(pydoc_data.topics.topics.items())
 
 
 def modules() -> Iterator[tuple[str, dict[str, Any]]]:
