@@ -110,12 +110,13 @@ def _now() -> str:
 def log_to(path: Path) -> None:
     """Append the debug messages of the training to a file, and the stacks of all threads at a crash or SIGUSR2."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
+    file = path.open("a", encoding="utf-8")
+    handler = logging.StreamHandler(file)
     handler.setFormatter(logging.Formatter("%(asctime)s.%(msecs)03d %(message)s", "%Y-%m-%d %H:%M:%S"))
     logger = logging.getLogger("stages")
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
     logger.propagate = False
     # The handler above keeps the file open: faulthandler writes to its descriptor, also in a crash of C code.
-    faulthandler.enable(handler.stream)
-    faulthandler.register(signal.SIGUSR2, handler.stream)
+    faulthandler.enable(file)
+    faulthandler.register(signal.SIGUSR2, file)
