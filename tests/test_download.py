@@ -671,6 +671,21 @@ def test_a_limit_of_time_that_is_swallowed_is_raised_again() -> None:
         work()
 
 
+def test_an_error_that_follows_a_limit_of_time_does_not_hide_it() -> None:
+    """As of a context of torch that is left in its middle."""
+
+    def work() -> None:
+        try:
+            time.sleep(1)
+        finally:
+            raise RuntimeError
+
+    with pytest.raises(TimeoutError), process.limited(0.1, 1 << 30):
+        work()
+    with pytest.raises(RuntimeError), process.limited(60, 1 << 30):
+        work()
+
+
 def test_a_model_of_any_size_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have any number of layers, and any of them may need any memory."""
     values = {"model_type": "hrm_text", "hidden_size": 64, "num_attention_heads": 2}

@@ -110,7 +110,11 @@ def limited(seconds: float, num_bytes: int) -> Iterator[None]:
         yield
         return
 
+    has_passed = False
+
     def stop(number: int, frame: object) -> None:
+        nonlocal has_passed
+        has_passed = True
         raise _Timeout
 
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -120,7 +124,10 @@ def limited(seconds: float, num_bytes: int) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, seconds, seconds)  # repeated: C++ code that calls Python may swallow it
         resource.setrlimit(resource.RLIMIT_AS, (size if limits[1] < 0 else min(size, limits[1]), limits[1]))
         yield
-    except _Timeout:
+    except BaseException:
+        if not has_passed:
+            raise
+        # Also in place of an error that the interrupted code then makes, as contexts of torch do.
         raise TimeoutError(f"it took more than {seconds:g} seconds") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -190,12 +190,10 @@ def read_batch(path: Path, offset: int) -> pa.RecordBatch:
         StageError: there is none at the offset.
     """
     file = pa.memory_map(str(path))  # not closed: the batch refers to it, and both end together
-    try:
+    with explained(lambda problem: damaged(path, f"it has no record batch where it had one ({problem})", CHANGED)):
         schema = pa.ipc.read_schema(file)
         file.seek(offset)
         return pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)
-    except (pa.ArrowInvalid, EOFError):
-        raise damaged(path, "it has no record batch where it had one", CHANGED) from None
 
 
 def read_rows(path: Path) -> Iterator[tuple[pa.Array, int]]:
