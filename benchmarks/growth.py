@@ -227,7 +227,7 @@ def main() -> None:
         parser.error(f"no such measurement: {', '.join(sorted(unknown))}")
     for name in args.names or MEASUREMENTS:
         with tempfile.TemporaryDirectory(dir=args.work) as work:
-            costs = MEASUREMENTS[name](Path(work), args.scale)
+            costs = MEASUREMENTS[name](Path(work).resolve(), args.scale)  # stages run elsewhere
         print(f"{MEASUREMENTS[name].__doc__}\n\n{table(name, costs)}", flush=True)
         if name == "corpus":
             print("\n".join(extrapolate({k: v for k, v in costs.items() if k != "plan"}, 1e5, "100 GB")) + "\n")

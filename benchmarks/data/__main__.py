@@ -40,7 +40,7 @@ def main() -> None:
     if args.work and not args.work.is_dir():
         parser.error(f"--work: {args.work} is no directory: create it on a fast disk")
     with tempfile.TemporaryDirectory(dir=args.work) as work:
-        compare_all(Path(work), args)
+        compare_all(Path(work).resolve(), args)  # stages run elsewhere
 
 
 def compare_all(work: Path, args: argparse.Namespace) -> None:
