@@ -25,6 +25,7 @@ if not (3, 10) <= sys.version_info[:2] <= (3, 14):
     sys.exit(1)
 
 from stages.base import command
+from stages.base.summary import counted
 from stages.checks.findings import Found, collect, error
 
 
@@ -41,7 +42,8 @@ def main() -> None:
     for finding in collect(find(num_nodes)):
         print(f"{prefix}{finding}", flush=True)
         counts[finding.level] += 1
-    print(f"{prefix}doctor: {counts['ok']} ok, {counts['warning']} warnings, {counts['error']} errors")
+    numbers = ", ".join(counted(counts[level], level) for level in ("warning", "error"))
+    print(f"{prefix}doctor: {counts['ok']} ok, {numbers}")
     sys.exit(1 if counts["error"] else 0)
 
 

@@ -147,7 +147,7 @@ def test_trap_04_without_what_the_guide_finds_dvc_reads_everything(organized: Pr
         if not (organized / path).is_dir():
             (organized / path).unlink()
     (raw / NOT_UTF8).rmdir()
-    assert " 1  files " in organized.run(*AS_USER, "dvc", "repro", "--force", "organize")
+    assert " 1  file " in organized.run(*AS_USER, "dvc", "repro", "--force", "organize")
 
 
 def test_trap_31_every_edit_of_a_raw_file_is_noticed(organized: Project) -> None:

@@ -122,7 +122,7 @@ def test_trap_02_files_are_selected_by_suffix(root: Path) -> None:
     (kinds,) = re.findall(" 11  skipped  +(.*): see ", output)
     assert sorted(kinds.split(", ")[:3]) == ["2 x .orc", "2 x hidden", "2 x without suffix"]
     assert len(kinds.split(", ")) == 6 and kinds.endswith(", 3 of other kinds")
-    assert re.search(r"1  splits +100\.0% to 100\.0% of the bytes", output)
+    assert re.search(r"1  split +100\.0% to 100\.0% of the bytes", output)
 
 
 def test_trap_02_names_that_are_not_utf8_are_read_and_reported(root: Path) -> None:
