@@ -243,7 +243,8 @@ def _why_not_adopt(run: Run, resume: Resume, path: Path, manifest: CheckpointMan
         there = learning_rate(schedule, manifest.total_steps, steps_done)
         here = learning_rate(run.params, run.total_steps, steps_done)
         if there != here:
-            return f"the learning rate of step {steps_done + 1} is {there} there, {here} here"
+            remedy = f": extend_from={manifest.run_id} accepts that" if is_finished else ""
+            return f"the learning rate of step {steps_done + 1} is {there} there, {here} here{remedy}"
     return None
 
 
