@@ -577,6 +577,8 @@ def test_what_is_not_as_the_hub_lists_it_or_needs_more_than_data_sets_is_not_fet
         ({"task": "group", "include": "mc.yaml"}, None),
         ({"task": "group", "include": "mc.yaml", "dataset_path": "a/b"}, r"data set a/b \(default .*\) is not in"),
         ({"task": "x", "tag": "group"}, None),
+        ({"task": "group", **BASE, "output_type": "multiple_choise"}, r"'multiple_choise' \(did you mean multiple_"),
+        ({"group": "group", "task": [{"task": "own", **BASE, "output_type": "x"}]}, "not valid: .*output_type is 'x'"),
         ({"group": "group", "task": ["group", 3]}, "tasks: group is not valid: AttributeError"),
         (["group"], "evals/group.yaml is no valid YAML of a task: ValueError: it has no keys"),
     ],

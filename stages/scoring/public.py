@@ -21,6 +21,8 @@ from stages.base.files import FileEntry, JsonFile, RelativePath, check_files
 EVALS = Path("evals")
 PUBLIC = EVALS / "public"
 FETCH = "run `python -m stages.score --fetch {}` on a machine with internet access"
+OUTPUT_TYPES = ("generate_until", "loglikelihood", "loglikelihood_rolling", "multiple_choice")
+"""What lm-eval can ask a model for, its default first."""
 _BUILDERS = ("arrow", "csv", "json", "pandas", "parquet", "text")
 """Of `datasets`: they read files of this machine."""
 
@@ -160,7 +162,9 @@ def check(entries: list[str]) -> None:
 
 
 def _check_config(config: dict[str, Any]) -> Iterator[str]:
-    """Check that the data of a task of yours are there; yields the tasks in a group."""
+    """Check how a task of yours is measured, and that its data are there; yields the tasks in a group."""
+    if (kind := config.get("output_type") or OUTPUT_TYPES[0]) not in OUTPUT_TYPES:
+        raise ValueError(f"output_type is {kind!r}{nearest(str(kind), OUTPUT_TYPES)}")
     for member in config["task"] if isinstance(config.get("task"), list) else ():
         if isinstance(member, str):
             yield member
