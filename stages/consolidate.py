@@ -285,10 +285,7 @@ def _write_adapter(
 
 def _check_listed(path: Path, listed: dict[str, TensorEntry], expected: "Mapping[str, Tensor]") -> None:
     """Compare the tensors that a checkpoint's manifest lists with those of the model."""
-    wanted = {
-        name: TensorEntry(list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        for name, tensor in expected.items()
-    }
+    wanted = {name: TensorEntry.of(tensor) for name, tensor in expected.items()}
     differing = sorted(name for name in wanted.keys() | listed.keys() if wanted.get(name) != listed.get(name))
     if differing:
         lines = [f"  {name}: {_text(listed.get(name))} instead of {_text(wanted.get(name))}" for name in differing[:5]]

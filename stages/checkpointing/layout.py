@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -37,6 +38,9 @@ from stages.base.files import (
 from stages.base.history import HISTORY
 from stages.base.identity import Adoption, RunId, RunIdentity
 from stages.base.shared_disk import refresh
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MANIFEST = "manifest.json"
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -65,6 +69,11 @@ class TensorEntry:
     shape: list[int]
     dtype: str
     """PyTorch's name, such as `float32`."""
+
+    @classmethod
+    def of(cls, tensor: "Tensor") -> "TensorEntry":
+        """That of a tensor on any device, also on meta."""
+        return cls(list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True)

@@ -187,10 +187,7 @@ class Saver:
         self.wait()
         # Contiguous: `consolidate` takes the bytes in the files for the elements in their order.
         model_state = {name: tensor.contiguous() for name, tensor in _model_state(model).items()}
-        shapes = {
-            name: TensorEntry(list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            for name, tensor in model_state.items()
-        }
+        shapes = {name: TensorEntry.of(tensor) for name, tensor in model_state.items()}
         manifest = dataclasses.replace(manifest, tensors=shapes)
         tensors = {MODEL: model_state, OPTIMIZER: _optimizer_state(model, optimizer)}
         small = _Small(state, tables, manifest)

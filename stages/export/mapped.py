@@ -13,6 +13,7 @@ import json
 import math
 import mmap
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -146,7 +147,7 @@ def write_safetensors(
     directory: Path,
     num_workers: int,
     dtypes: Mapping[str, torch.dtype],
-    max_shard_bytes: float = math.inf,
+    max_shard_bytes: int = sys.maxsize,
     stem: str = "model",
 ) -> Digests:
     """Write tensors as `model.safetensors`, or as several files with an index.
@@ -174,7 +175,7 @@ def write_safetensors(
         stored,
         get_storage_size=_num_bytes,
         filename_pattern=f"{stem}{{suffix}}.safetensors",
-        max_shard_size=max_shard_bytes,  # type: ignore[arg-type]
+        max_shard_size=max_shard_bytes,
     )
     of_files: dict[str, Future[str]] = {}
     of_tensors: dict[str, Future[str]] = {}

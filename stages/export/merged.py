@@ -34,7 +34,7 @@ class MergedTensors:
             directory: Of the files of the initial model.
             stored: The tensors in them that each weight consists of, as `meta.check_headers` returns them.
             adapters: Of a checkpoint; `check` has passed.
-            expected: What it was given.
+            expected: What `check` was given: their shapes and dtypes, by name.
             scale: Of their summands.
         """
         self._directory, self._stored, self._scale = directory, stored, scale
