@@ -29,7 +29,7 @@ def fetch(entries: list[str]) -> None:
     Raises:
         StageError: a task is unknown, needs more than data, or the Hub does not give them.
     """
-    os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"
+    os.environ |= {"TQDM_DISABLE": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
     os.environ.setdefault("HF_HUB_DISABLE_XET", "1")  # it needs other servers than the Hub's, which firewalls refuse
     packages.use(packages.ensure_installed())
     # Below, as they take seconds.

@@ -63,7 +63,7 @@ def ensure_installed() -> Path:
 
 def use(packages: Path) -> None:
     """Make lm-eval importable from a directory, have it print no more than errors, and keep it to this machine."""
-    os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
+    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     sys.path.append(str(packages))
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     network.refuse()
