@@ -88,7 +88,7 @@ def load(directory: Path) -> ModelTokenizer:
 def find_start(tokenizer: Tokenizer, eos_token_id: int | None) -> list[int]:
     """The ids that a tokenizer puts before each text, such as BOS, without those that it puts after it.
 
-    Never EOS, which some models also have as BOS: in rows it ends documents.
+    Never EOS, which some models also have as BOS: in rows it ends documents. Turns truncation and padding off.
     """
     if tokenizer.post_processor is None:
         return []

@@ -44,8 +44,8 @@ class ChatSpec(NamedTuple):
     """How conversations become tokens, beside the tokenizer (stages/tokenizing/conversations.py)."""
 
     templates: tuple[tuple[str, str], ...]
-    """Jinja, by name: `tool_use` is for conversations with tools, `default` for the others. None: only prompts and
-    completions that are plain text can be encoded."""
+    """Jinja, by name: `tool_use` is for conversations with tools, `default` for the others. Without
+    any, only prompts and completions that are plain text can be encoded."""
     variables: tuple[tuple[str, str], ...]
     """The special tokens by the names that templates use, such as `bos_token`."""
     train_on: TrainOn
