@@ -354,7 +354,7 @@ def _summary(params: TrainParams, runtime: TrainRuntime, plan: Plan, model: Mode
         (plan.steps, "steps", f"of {params.total_batch_size:,} rows{step}"),
         (plan.tokens, "tokens", f"{plan.epochs:.2f} epochs; {held_out}"),
         *(
-            (source.total_tokens, name, f"{source.share:.1%} of each step; {source.epochs:.2f} epochs of it")
+            (f"{source.total_tokens:,}", name, f"{source.share:.1%} of each step; {source.epochs:.2f} epochs of it")
             for name, source in plan.sources.items()
         ),
         (
