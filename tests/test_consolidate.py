@@ -326,6 +326,15 @@ def test_the_config_says_that_layers_which_the_model_lacks_are_not_there() -> No
         assert found == {**values, "architectures": ["Glm4MoeForCausalLM"], "dtype": "float32"}
 
 
+def test_the_config_keeps_layers_of_mtp_that_the_class_has() -> None:
+    config, path = BIASES["mlp.gate.e_score_correction_bias"], Path("config.json")
+    model = AutoModelForCausalLM.from_config(config)
+    model.mtp = torch.nn.Linear(2, 2)
+    publish.write_json(path, {"num_nextn_predict_layers": 1})
+    consolidate._write_config(path, "Glm4MoeForCausalLM", "float32", model)
+    assert publish.read_json(path)["num_nextn_predict_layers"] == 1
+
+
 @pytest.mark.parametrize(
     ("config", "exported"),
     [

@@ -174,6 +174,13 @@ def test_the_stage_writes_a_manifest_that_is_reproducible(run_stage: Callable[[s
     assert MODEL_MANIFEST.read_bytes() == first
 
 
+def test_a_tokenizer_that_other_programs_read_in_another_way_is_named(run_stage: Callable[[str], str]) -> None:
+    path = write_config() / "tokenizer_config.json"
+    assert "warning: pack encodes" not in run_stage("model")
+    publish.write_json(path, {**publish.read_json(path), "extra_special_tokens": ["<x>"]})
+    assert "tokenizer.json alone gives other tokens, as for '<x>'" in run_stage("model")
+
+
 def test_initial_weights_decides_which_files_are_needed() -> None:
     write_in_shards("full")
     write_config("bare")

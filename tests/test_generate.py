@@ -104,6 +104,21 @@ def test_a_model_with_a_template_can_be_talked_to(
         text_of("--chat", "Hello")
 
 
+def test_a_chat_at_a_terminal_asks_for_each_turn(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = io.TextIOWrapper(io.BytesIO(b"one\ntwo"))
+    lines.isatty = lambda: True  # type: ignore[method-assign]
+    assert [*generate.turns(lines)] == ["one", "two"]
+    assert capsys.readouterr().out == "> > > "
+
+
+def test_a_chat_with_a_model_that_ends_no_answer_is_refused(model: Path) -> None:
+    shutil.copy(REPO / "models/templates/plain.jinja", model / "chat_template.jinja")
+    publish.write_json(model / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    assert generate.chat_encoder(model, [0, 1])
+    with pytest.raises(StageError, match="the model names no EOS token, so nothing ends an answer: set eos_token_id"):
+        generate.chat_encoder(model, None)
+
+
 def test_a_special_token_that_the_user_types_is_text(model: Path) -> None:
     path = model / "tokenizer_config.json"
     config = publish.read_json(path)

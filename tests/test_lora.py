@@ -316,6 +316,15 @@ def test_a_rank_above_the_smallest_matrix_is_named(
     )
 
 
+def test_only_the_modules_that_are_named_are_exported_as_adapters(tmp_path: Path) -> None:
+    model = manifest_of(write_model(tmp_path, "llama"), with_weights=True)
+    tensors = consolidate._adapters(meta.build(tmp_path), model, {"lora_r": 3, "lora_target_modules": ["q_proj"]})
+    layers = range(len({name.split(".")[2] for name in tensors}))
+    assert tensors.keys() == {
+        f"model.layers.{layer}.self_attn.q_proj{part}" for layer in layers for part in (adapters.A, adapters.B)
+    }
+
+
 def test_routers_that_are_not_trained_are_not_said_to_be(tmp_path: Path) -> None:
     manifest = manifest_of(write_model(tmp_path, dtype=None), with_weights=False)
     without_loss = dataclasses.replace(manifest, router_loss_coef=0.0)

@@ -241,6 +241,24 @@ def test_of_a_model_that_depends_on_values_the_state_is_printed(
     assert f"of each of 2 ranks need {8 * model.num_parameters / GIB:.3f} GiB" in output
 
 
+def test_ranks_that_hold_the_whole_model_are_proposed_for_adapters_where_it_fits(
+    params: TrainParams, llama: ModelManifest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Frozen weights need neither gradients nor optimizer states, so that a copy on each rank may be small."""
+
+    def measured(_: ModelManifest, chosen: peak_memory.Chosen, *__: Any, **___: Any) -> PeakMemory:
+        return peak_of((2 if chosen.params.fsdp.strategy == "ddp" else 1) * GIB)
+
+    monkeypatch.setattr(peak_memory, "measure", measured)
+    adapted, note = dataclasses.replace(params, lora_r=3), "note: with fsdp.strategy ddp each rank holds"
+    plan.measure_memory(llama, adapted, 2, 32, limit=3 * GIB)
+    assert f"{note} the whole model, in 2.000 GiB" in capsys.readouterr().out
+    plan.measure_memory(llama, adapted, 2, 32, limit=2 * GIB)  # of which a part stays free
+    plan.measure_memory(llama, params, 2, 32, limit=3 * GIB)
+    plan.measure_memory(llama, adapted, 1, 32, limit=3 * GIB)
+    assert note not in capsys.readouterr().out
+
+
 def test_a_plan_is_the_same_on_each_machine(
     planned: Callable[..., str], here: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
