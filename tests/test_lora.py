@@ -349,6 +349,15 @@ def test_a_weight_that_is_stored_in_parts_gets_its_own_rows(tmp_path: Path, monk
     assert torch.allclose(merged_weight, weight + high @ low * 0.5)
 
 
+def test_a_weight_without_dimensions_is_merged_as_it_is(tmp_path: Path) -> None:
+    save_file({"scale": torch.tensor(2.5)}, tmp_path / "model.safetensors")
+    stored = {"scale": [headers.StoredTensor("model.safetensors", "scale", "F32", ())]}
+    found = bytearray(4)
+    tensors = merged.MergedTensors(tmp_path, stored, mock.Mock(), {}, 0.5)
+    tensors.load("scale", memoryview(found), torch.float32, lambda _: None)
+    assert torch.frombuffer(found, dtype=torch.float32).item() == 2.5
+
+
 def test_a_directory_beside_the_output_is_not_replaced(exported: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(exported.path)
     other = exported / "other-adapter/notes.txt"
