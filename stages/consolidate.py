@@ -227,7 +227,7 @@ def export(
         others = {name: publish.sha256_file(temporary / name) for name in small}
         lineage = _lineage(pointer, checkpoint, model, initial, digests, others, records, packed)
         lineage.write(temporary / LINEAGE)  # over the copied file of that name, if the initial model has one
-        losses = _losses(checkpoint, lineage.step, packed)
+        losses = _losses(checkpoint, lineage, packed)
         text = card.readme(lineage, model.architecture, dtype, not model.weights, terms, losses)
         publish.write_text(temporary / CARD, text)
         if adapter:
@@ -414,14 +414,16 @@ def _add_ends(directory: Path, reference: "PreTrainedModel", tokens: list[int]) 
         publish.write_json(path, {**config, "eos_token_id": stored})
 
 
-def _losses(checkpoint: Path, step: int, packed: PackMetrics | None) -> card.Losses | None:
+def _losses(checkpoint: Path, lineage: Lineage, packed: PackMetrics | None) -> card.Losses | None:
     # The checkpoint's own copy of the history, which `layout.verify` has compared with the manifest.
     losses = dict(zip(*history.series(history.read(checkpoint / history.HISTORY), "validation_loss"), strict=True))
-    loss = losses.get(step)  # of these weights, not of those of an earlier validation
+    loss = losses.get(lineage.step)  # of these weights, not of those of an earlier validation
     if loss is None:
         return None
-    text = packed and packed.validation
-    return card.Losses(loss, bits_per_byte(loss, text.measured_tokens, text.measured_bytes) if text else None)
+    if not packed:
+        return card.Losses(loss, None)
+    text, document_mask = packed.validation, lineage.params["document_mask"]
+    return card.Losses(loss, bits_per_byte(loss, text.measured_tokens(document_mask), text.measured_bytes))
 
 
 if __name__ == "__main__":

@@ -192,17 +192,18 @@ def describe(
         course: Of the training.
         dtype: Of the stored weights.
     """
+    document_mask: bool = lineage.params["document_mask"]
 
     def measured(*parts: LossSum, of: RowsMetrics = text) -> Loss | None:
         # fsum: exact, whatever the order. A mean over tokens, not over batches, which have different numbers of them.
         nats, tokens = math.fsum(part.nats for part in parts), sum(part.tokens for part in parts)
         rows = sum(part.rows for part in parts)
-        return make_loss(rounded(nats / tokens) if tokens else None, rows, tokens, of)
+        return make_loss(rounded(nats / tokens) if tokens else None, rows, tokens, of, document_mask)
 
     exported = measured(measurements.eval_rows)
     losses = dict(zip(*history.series(course, "validation_loss"), strict=True))
     untrained, trained = (
-        make_loss(losses.get(step), exported.rows, exported.tokens, text) if exported else None
+        make_loss(losses.get(step), exported.rows, exported.tokens, text, document_mask) if exported else None
         for step in (0, lineage.step)
     )
     return Evaluation(
@@ -220,11 +221,11 @@ def describe(
     )
 
 
-def make_loss(loss: float | None, rows: int, tokens: int, text: RowsMetrics) -> Loss | None:
+def make_loss(loss: float | None, rows: int, tokens: int, text: RowsMetrics, document_mask: bool) -> Loss | None:
     """A loss in nats per token of a text, and what follows from it; None where there is none."""
     if loss is None:
         return None
-    bits = bits_per_byte(loss, text.measured_tokens, text.measured_bytes)
+    bits = bits_per_byte(loss, text.measured_tokens(document_mask), text.measured_bytes)
     return Loss(rows, tokens, loss, rounded(perplexity(loss)), None if bits is None else rounded(bits))
 
 

@@ -86,7 +86,7 @@ class Trained(NamedTuple):
         identity = checkpoint_manifest().identity
         identity = replace(
             identity,
-            params={"experiment_name": "exp", "lr": 0.1},
+            params={"experiment_name": "exp", "lr": 0.1, "document_mask": True},
             data=make_lineage().data,
             model=publish.sha256_file(MODEL_MANIFEST),
         )

@@ -112,10 +112,12 @@ class RowsMetrics:
         """Bytes of the text that a loss is about; 0: not known, as of conversations."""
         return 0 if self.conversations else self.bytes
 
-    @property
-    def measured_tokens(self) -> int:
-        """Tokens of that text, with the EOS of each document: of BOS a loss says nothing."""
-        return self.tokens - self.start_tokens
+    def measured_tokens(self, document_mask: bool) -> int:
+        """Tokens that a loss is about: with `document_mask`, the first one of a document follows from nothing.
+
+        Without BOS that is a token of the text, which then counts as many nats as the others have on average.
+        """
+        return self.tokens - self.documents * (document_mask and self.start_tokens > 0)
 
 
 @dataclass(frozen=True)
