@@ -365,6 +365,7 @@ def find_conversations(params: ExtractParams, paths: Iterable[str]) -> str | Non
                         directory, *below = Path(path).parts
                         files = f"{directory}/**/*" * bool(below) or "*"
                         messages = f"$.{name}" if name.isidentifier() else json.dumps(f"$['{name}']")
+                        more += ", system: $.system" * isinstance(record.get("system"), str)
                         rule = f'{{files: "{files}{Path(path).suffix}", messages: {messages}{more}}}'
                         remedy = f"add to records: {rule}" if params.records else f"set records: [{rule}]"
                         return printable(f"{path} has conversations, whose strings are separate documents: {remedy}")

@@ -309,19 +309,21 @@ def test_files_without_a_rule_are_told_once(capsys: pytest.CaptureFixture[str]) 
         ("b.jsonl", jsonl({"chat log": SHAREGPT})),
         ("b.json", json.dumps([{"conversations": SHAREGPT}], indent=2)),
         ("b.json", json.dumps({"conversations": SHAREGPT})),
+        ("b.jsonl", jsonl({"system": "S", "conversations": SHAREGPT})),
     ],
 )
 def test_the_rule_in_the_warning_about_conversations_reads_them(
-    name: str, content: str | bytes, capsys: pytest.CaptureFixture[str]
+    name: str, content: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Of its directory alone: a rule for all .jsonl would leave out the documents of the other one.
     put({"web/a.jsonl": jsonl({"body": "a"}), f"chat/new/{name}": content})
     text = {"files": "web/*", "text": "$.body"}
     metrics = extract_raw(records=[text])
-    assert metrics["strings"] == 1 + 2 * len(SHAREGPT)
+    assert metrics["strings"] == 1 + 2 * len(SHAREGPT) + content.count('"system"')
     [rule] = re.findall(r"add to records: (.*)", capsys.readouterr().out)
     [count, other] = extract_raw(records=[text, yaml.safe_load(rule)])["rules"]
     assert (count["documents"], other["conversations"], other["left_out"]) == (1, 1, {})
+    assert other["unused_columns"] == []
 
 
 def test_null_switches_a_default_of_a_rule_off() -> None:
