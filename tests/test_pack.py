@@ -680,6 +680,13 @@ def test_conversations_stay_whole_and_say_what_is_trained(seq_length: int, monke
     assert content() == clean, "rows are the same for any pieces in which tokens are read"
 
 
+def test_a_token_of_a_conversation_without_a_row_in_the_embedding_is_refused() -> None:
+    make_chat_model(vocab_size=byte_tokenizer().get_vocab_size())
+    make_corpus(SHORT)
+    with pytest.raises(StageError, match=r"gives token \d+, but the model's vocab_size is \d+: .* added to it alone"):
+        run(seq_length=64)
+
+
 def test_each_split_with_documents_is_counted_once() -> None:
     make_model()
     make_corpus([[f"{name} {number}" for number in range(9)] if name else [] for name in ("a", "", "", "b")])

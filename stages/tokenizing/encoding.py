@@ -242,7 +242,9 @@ class Encoder:
             documents = encode(self._tokenizer, strings)
         end = np.array([self._spec.eos_token_id], np.uint32)
         whole = [part for document in documents for part in (self._start, document, end)]
-        tokens = self._narrow(np.concatenate(whole))
+        ids = np.concatenate(whole)
+        check_ids(ids, self._spec)  # before the cast, which would wrap 70 000 to 4 464 in uint16 without an error
+        tokens = ids.astype(self._spec.dtype)
         self._check(tokens, len(documents))
         if len(documents) < len(batch):
             num_added = len(self._start) + 1
@@ -250,15 +252,6 @@ class Encoder:
             lists = pa.ListArray.from_arrays(arrow.from_numpy(starts), arrow.from_numpy(tokens))
             tokens = np.from_dlpack(lists.take(different.indices).flatten()).view(self._spec.dtype)
         return tokens, num_slow
-
-    def _narrow(self, ids: NDArray[Any]) -> Tokens:
-        # Before the cast, which would wrap 70 000 to 4 464 in uint16 without an error.
-        if ids.max(initial=0) >= self._spec.vocab_size:
-            raise StageError(
-                f"{self._spec.path} gives token {ids.max()}, but the model's vocab_size is {self._spec.vocab_size}: "
-                "the tokenizer belongs to another model"
-            )
-        return ids.astype(self._spec.dtype)
 
     def _check(self, tokens: Tokens, num_documents: int) -> None:
         """Raise if there are more special tokens than those that begin and end each document."""
@@ -268,6 +261,15 @@ class Encoder:
             token_id = int(found[num_before])  # of a single document, the first that is in its text
             token = self._renamed.get(token_id) or self._tokenizer.id_to_token(token_id)
             raise _Refused(f"its text gives the special token {token!r}")
+
+
+def check_ids(ids: NDArray[Any], spec: TokenizerSpec) -> None:
+    """Raise a StageError if the model's embedding lacks a row for one of these ids."""
+    if ids.max(initial=0) >= spec.vocab_size:
+        raise StageError(
+            f"{spec.path} gives token {ids.max()}, but the model's vocab_size is {spec.vocab_size}: "
+            "the tokenizer belongs to another model, or tokens were added to it alone"
+        )
 
 
 def _text(documents: pa.StringArray) -> memoryview:

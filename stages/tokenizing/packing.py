@@ -27,7 +27,7 @@ from stages.base.files import WRITTEN, compare
 from stages.base.packed import RefusedConversation
 from stages.tokenizing.chat_template import Refused
 from stages.tokenizing.conversations import ID_MASK, START, TRAINED, WHOLE, ConversationEncoder
-from stages.tokenizing.encoding import Encoder, TokenizerSpec, Tokens
+from stages.tokenizing.encoding import Encoder, TokenizerSpec, Tokens, check_ids
 from stages.work import arrow
 
 MAX_BATCH_TOKENS = 4 << 20
@@ -267,6 +267,7 @@ def _conversations(conversations: Iterable[str], spec: TokenizerSpec) -> Iterato
             refused = [RefusedConversation(reason, conversation[:100])]
             yield np.empty(0, spec.dtype), Counts(refused={reason.partition(":")[0]: 1}, first_refused=refused)
             continue
+        check_ids(encoded.tokens & ID_MASK, spec)
         counts = Counts(
             num_documents=1,
             num_conversations=1,
