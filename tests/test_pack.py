@@ -408,6 +408,8 @@ def test_unknown_tokens_and_dropped_characters_are_counted() -> None:
         "conversations": None, "start_tokens": 0,
     }  # fmt: skip
     assert found["validation"]["unknown_share"] == 0
+    make_model(tokenizer, start_token_ids=[1])
+    assert run(seq_length=2)["train"]["unknown_share"] == 0.5, "the BOS of the document is no part of its text"
     vocab = {token: index for index, token in enumerate(["</s>", *"abĠ"])}  # some bytes, no unknown token
     tokenizer = Tokenizer(models.BPE(vocab, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

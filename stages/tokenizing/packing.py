@@ -238,9 +238,12 @@ def _documents(documents: pa.StringArray, spec: TokenizerSpec) -> Iterator[tuple
     num_characters, num_bytes = (pc.sum(count(documents)).as_py() for count in (pc.utf8_length, pc.binary_length))
     # The encoder begins each with these tokens, ends it with EOS, and gives no other EOS.
     num_start = len(documents) * len(spec.start_token_ids)
+    # Either may be the unknown token, too.
+    num_added = len(documents) * (*spec.start_token_ids, spec.eos_token_id).count(spec.unk_token_id)
     of_text = Counts(
-        num_documents=len(documents), num_start=num_start, num_characters=num_characters, num_bytes=num_bytes
-    )
+        num_documents=len(documents), num_start=num_start, num_unknown=-num_added, num_characters=num_characters,
+        num_bytes=num_bytes,
+    )  # fmt: skip
     yield np.empty(0, spec.dtype), of_text
 
 
