@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import time
+import tracemalloc
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -187,6 +188,18 @@ def test_trap_27_one_large_file_leaves_rows_to_validate() -> None:
     extract_raw(num_splits=20)
     keep_all()
     assert 0.03 < run(seq_length=64)["validation"]["documents"] / len(lines) < 0.07
+
+
+def test_few_bytes_of_each_document_are_in_memory_to_divide_a_corpus() -> None:
+    number = 20_000
+    make_corpus([[*map(str, range(number))]])
+    tracemalloc.start()
+    try:
+        assert packing.dividing_fraction([(CORPUS / arrow.shard_name(0, 1), b"")], 0.05) == 0.05
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 40 * number
 
 
 def test_trap_25_truncation_padding_and_added_tokens_of_the_tokenizer_are_disabled() -> None:

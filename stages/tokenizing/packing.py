@@ -110,7 +110,7 @@ def dividing_fraction(shards: Iterable[tuple[Path, bytes]], fraction: float) -> 
         for shard, skipped in shards
         for offset, of_batch in batches_of(shard, skipped)
     )
-    digests = np.unique(np.frombuffer(b"".join(chain.from_iterable(map(_digests, batches))), ">u8"))
+    digests = np.unique(np.frombuffer(b"".join(map(b"".join, map(_digests, batches))), ">u8"))
     if len(digests) < 2:
         return None
     num_held_out = int(np.searchsorted(digests, np.uint64(fraction * 2**64)))
