@@ -629,6 +629,16 @@ for fast_encoder in (False, True):
     assert max(map(int, output.split())) <= 0  # a thread of the libraries may end meanwhile
 
 
+def test_a_worker_that_lives_for_many_runs_keeps_few_tokenizers() -> None:
+    make_model()
+    make_corpus(SPLITS)
+    shard, spec = CORPUS / arrow.shard_name(0, len(SPLITS)), spec_of_model(fast_encoder=False)
+    for number in range(9):
+        changed = spec._replace(vocab_size=spec.vocab_size + number)
+        packing.encode(packing.BatchTask(shard, arrow.batch_offsets(shard)[0], changed, Path("tokens")))
+    assert packing.make_encoder.cache_info().currsize < 5
+
+
 CHAT = ["<|im_start|>", "<|im_end|>"]
 
 

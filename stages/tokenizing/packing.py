@@ -11,7 +11,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain, groupby, islice, pairwise
 from pathlib import Path
@@ -39,9 +39,10 @@ NUM_OPEN = 64
 NUM_REFUSED = 20
 """Refused conversations that are listed, of each split."""
 
-# A worker encodes many record batches, and a large tokenizer takes a second to load.
-make_encoder = cache(Encoder)
-_make_conversation_encoder = cache(ConversationEncoder)
+# A worker encodes many record batches, and a large tokenizer takes a second to load. Not all are kept: a worker of Dask
+# lives for any number of runs, some at the same time, each with a tokenizer or a template of its own.
+make_encoder = lru_cache(maxsize=4)(Encoder)
+_make_conversation_encoder = lru_cache(maxsize=4)(ConversationEncoder)
 
 
 class Side(NamedTuple):
