@@ -244,12 +244,20 @@ command.run(main)
         assert process.returncode == INTERRUPTED
 
 
-def test_an_error_of_one_rank_is_the_status_though_torchrun_interrupts_the_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("sys.exit(USER_ERROR)", USER_ERROR),
+        ("os.kill(os.getpid(), signal.SIGKILL)", torchrun.CRASHED),  # as where memory runs out while weights are read
+    ],
+    ids=["an error", "a kill"],
+)
+def test_how_one_rank_ends_is_the_status_though_torchrun_ends_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end: str, status: int
 ) -> None:
     """A job of Slurm that was interrupted starts again, and would do so for ever."""
-    (tmp_path / "one_fails.py").write_text("""
-import os, sys, time
+    (tmp_path / "one_fails.py").write_text(f"""
+import os, signal, sys, time
 from stages.base.command import USER_ERROR
 from stages.ranks import handoff
 from stages.ranks.signals import StopSignal
@@ -260,14 +268,14 @@ with handoff.rank():
         time.sleep(60)
     while not os.path.exists(os.environ["WAITING"]):
         time.sleep(0.1)
-    sys.exit(USER_ERROR)
+    {end}
 """)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{REPO}")
     monkeypatch.setenv("WAITING", str(tmp_path / "waiting"))
     ranks = torchrun.Ranks(2)
     with torchrun.shared_directory(ranks) as directory:
-        assert torchrun.run("one_fails", ranks, directory, stopping=threading.Event()) == USER_ERROR
-        assert handoff.told(directory) == {str(USER_ERROR), str(INTERRUPTED)}
+        assert torchrun.run("one_fails", ranks, directory, stopping=threading.Event()) == status
+        assert str(INTERRUPTED) not in handoff.told(directory)
 
 
 def test_a_torchrun_that_is_killed_is_no_lost_node_where_there_is_one_machine(

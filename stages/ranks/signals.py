@@ -55,9 +55,11 @@ class StopSignal:
 
     def _wait(self) -> None:
         while True:
-            signal.sigwait(self._signals)
+            received = signal.sigwaitinfo(self._signals)
             with self._lock:
                 self.received = True
                 if not self._is_training:
-                    handoff.tell_launcher(INTERRUPTED)
+                    # torchrun ends the others when a rank has failed, which is no interruption of the training.
+                    if (received.si_signo, received.si_pid) != (signal.SIGTERM, os.getppid()):
+                        handoff.tell_launcher(INTERRUPTED)
                     os._exit(INTERRUPTED)

@@ -214,7 +214,7 @@ def run(
     refresh([directory])  # other nodes have written into it
     told = handoff.told(directory)
     is_stopping = stopping is not None and stopping.is_set()
-    # The others lost the connection, or were ended: one that torchrun ends early says that it was interrupted.
+    # The others lost the connection, or were ended: one that srun ends early says that it was interrupted.
     for status in (INTERRUPTED, USER_ERROR) if is_stopping else (USER_ERROR, INTERRUPTED):
         if str(status) in told:
             return status
