@@ -395,7 +395,7 @@ def test_ranks_start_however_many_checkpoints_are_kept(monkeypatch: pytest.Monke
     own = run.describe(load_params(TrainParams))
     kept = [own.directory / step_name(step) for step in range(5000, 0, -1)]
     monkeypatch.setenv("TRAINING_LAUNCH", "")  # so that it is removed again
-    chosen = decision.Decision("resume", kept, "")
+    chosen = decision.Decision("resume", kept, "x has the format 1; " * 10_000)
     Launch(own.params, load_params(TrainRuntime, "runtime"), own.identity, chosen).hand_over()
     subprocess.run(["true"], check=True)
     _, _, received = read_launch()

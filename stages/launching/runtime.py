@@ -97,7 +97,8 @@ class Launch:
         """Pass it on to the processes that this one starts."""
         content = dataclasses.asdict(self)
         if self.decision:
-            content["decision"]["checkpoints"] = self.decision.checkpoints[:_MAX_CANDIDATES]
+            # The launcher has printed the reason, which names each checkpoint of another version of the pipeline.
+            content["decision"] |= {"checkpoints": self.decision.checkpoints[:_MAX_CANDIDATES], "reason": ""}
         # json, not pydantic's dump, which refuses a path that is not UTF-8.
         os.environ[handoff.LAUNCH] = json.dumps(content, default=str)  # the paths of the decision
 
