@@ -177,6 +177,16 @@ def test_a_checkpoint_is_not_damaged_while_its_server_is_away(tmp_path: Path, mo
         verify(checkpoint)
 
 
+def test_a_checkpoint_is_not_missing_while_its_server_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, 1)
+    assert list_checkpoints(tmp_path / "no run") == []
+    for name, function in (("is_file", os.path.isfile), ("is_dir", os.path.isdir)):  # as since Python 3.14
+        monkeypatch.setattr(Path, name, function)
+    monkeypatch.setattr(os, "stat", fail(errno.ESTALE))
+    with pytest.raises(OSError, match="tale"):
+        list_checkpoints(tmp_path)
+
+
 @pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_save_is_tried_again_while_the_disk_is_away(fresh: Given, ranks: Ranks, asynchronous: bool) -> None:
     project, reference = fresh

@@ -37,7 +37,7 @@ from stages.base.files import (
 )
 from stages.base.history import HISTORY
 from stages.base.identity import Adoption, RunId, RunIdentity
-from stages.base.shared_disk import refresh
+from stages.base.shared_disk import find_size, refresh
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -177,17 +177,25 @@ def step_name(step: int) -> str:
 
 def list_checkpoints(run_directory: Path) -> list[Path]:
     """The published checkpoints of a run, newest first. Other directories and half-written ones do not count."""
-    return [path for path in _list_named(run_directory) if (path / MANIFEST).is_file()]
+    return [path for path in _list_named(run_directory) if _has_manifest(path)]
 
 
 def list_incomplete(run_directory: Path) -> list[Path]:
     """What has the name of a checkpoint and no manifest: no crash leaves that, but an incomplete copy does."""
-    return [path for path in _list_named(run_directory) if not (path / MANIFEST).is_file()]
+    return [path for path in _list_named(run_directory) if not _has_manifest(path)]
 
 
 def _list_named(run_directory: Path) -> list[Path]:
-    entries = run_directory.iterdir() if run_directory.is_dir() else ()
-    return sorted((path for path in entries if _STEP_NAME.fullmatch(path.name)), reverse=True)
+    try:
+        names = os.listdir(run_directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted((run_directory / name for name in names if _STEP_NAME.fullmatch(name)), reverse=True)
+
+
+def _has_manifest(checkpoint: Path) -> bool:
+    # Not `is_file`, which since Python 3.14 is False also where a file server is away: the run would start at step 0.
+    return find_size(checkpoint / MANIFEST) is not None
 
 
 def size_of(directory: Path) -> int:
