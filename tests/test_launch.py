@@ -134,6 +134,26 @@ def test_16_a_job_is_followed_to_its_end_without_a_terminal(
         assert sbatch.run_job(run, runtime) == 3
 
 
+def test_jobs_of_one_run_in_two_clones_have_two_names(here: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would wait for each other, and Ctrl-C would end both."""
+    (here / "slurm").mkdir()
+    (here / "slurm/launch.sbatch").touch()
+    script = here.path.with_name("sbatch")
+    script.write_text('#!/bin/sh\necho "$@" >> "${0%/*}/commands"')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(script.parent), prepend=os.pathsep)
+    monkeypatch.setenv(handoff.LAUNCH, "")  # restored afterwards
+    monkeypatch.setattr(sbatch, "on_stop_signals", lambda stop: None)
+    clone = here.copy(here.path.with_name("clone"))
+    for project, root in ((here, "."), (clone, "."), (clone, here.path)):  # the last one is DVC's copy of the first
+        monkeypatch.chdir(project.path)
+        monkeypatch.setenv("DVC_ROOT", str(root))
+        run = describe(load_params(TrainParams))
+        assert sbatch.run_job(run, load_params(TrainRuntime, "runtime")) == 0
+    first, second, third = re.findall(rf"--job-name=train-{run.run_id}(\S*)", script.with_name("commands").read_text())
+    assert first == third != second
+
+
 def test_15_a_crash_that_nobody_can_read_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """So that `max_restarts` starts the ranks again."""
     (tmp_path / "torchrun-here").write_text("Traceback\nValueError")

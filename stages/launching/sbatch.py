@@ -1,8 +1,8 @@
 """A training as a job of Slurm: the launcher of a login node submits it, and shows its log until it has ended.
 
 The job runs slurm/launch.sbatch, and in it the launcher again, which trains on the nodes of the job. Jobs of one run
-have one name and one log, and wait for each other (`--dependency=singleton`): so the launcher may be killed, or its
-login node restarted. The job of the next launch finds what the one before has trained.
+in one directory have one name and one log, and wait for each other (`--dependency=singleton`): so the launcher may be
+killed, or its login node restarted. The job of the next launch finds what the one before has trained.
 """
 
 import os
@@ -15,7 +15,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from stages.base import process
+from stages.base import process, publish
 from stages.base.errors import StageError
 from stages.checkpointing.run import Run
 from stages.launching.console import droppable, print_line
@@ -48,7 +48,8 @@ def run_job(run: Run, runtime: TrainRuntime) -> int:
     log.touch()
     stopping = threading.Event()
     on_stop_signals(stopping.set)
-    name = f"train-{run.run_id}"
+    # Another clone may train the same run: its jobs have nothing to do with these.
+    name = f"train-{run.run_id}-{publish.sha256_json(str(run.directory.resolve()))[:8]}"
     nodes = [f"--nodes={runtime.num_nodes}"] if runtime.num_nodes else []
     # The last ones count: without this environment the job would train what is in params.yaml when it starts.
     output = str(log).replace("%", "%%")  # to Slurm, %u is the user
