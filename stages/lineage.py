@@ -224,7 +224,7 @@ def _params_and_packages(lineage: Lineage) -> Iterator[Finding]:
     for stage, origin in lineage.origins.items():
         here = partial(params_of, stage)
         yield _check(f"parameters of {stage} in {PARAMS_FILE}", PARAMS_FILE, origin.params, here)
-    yield _check("packages of train", Path(), lineage.packages, run.packages)
+    yield _check("packages of train", Path(), lineage.packages, lambda: run.packages(lineage.params))
     for stage, origin in lineage.origins.items():
         yield _check(f"packages of {stage}", Path(), origin.packages, partial(code.packages, f"stages.{stage}"))
 

@@ -23,7 +23,7 @@ from stages.checkpointing.layout import CheckpointManifest, step_name, verify
 from stages.checkpointing.run import packages
 from stages.checkpointing.state import Place
 from stages.launching import segments as segments_module
-from stages.launching.place import device, variables
+from stages.launching.place import device, differences, variables
 from stages.launching.runtime import TrainRuntime
 from stages.launching.segments import Segment, find
 from stages.training.environment import set_environment
@@ -166,7 +166,7 @@ def test_what_may_give_other_bits_is_named(
 ) -> None:
     monkeypatch.setattr(segments_module, "variables", dict)  # as this machine may set some
     monkeypatch.setattr(segments_module, "set_environment", lambda params: None)
-    given = {"place": None, "packages": packages(), "start": 3, **change}
+    given = {"place": None, "packages": packages({}), "start": 3, **change}
     states = {6: mock.Mock(place=given["place"])}
     manifests = {3: mock.Mock(step=3), 6: mock.Mock(packages=given["packages"])}
     monkeypatch.setattr(segments_module.TrainState, "of", lambda path: states[int(path.name[5:])])
@@ -174,6 +174,15 @@ def test_what_may_give_other_bits_is_named(
     segment = Segment(given["start"] and Path(step_name(3)), Path(step_name(6)))
     found = segments_module.find_obstacle(mock.Mock(), segment)
     assert found is None if obstacle is None else re.search(obstacle, found or "")
+
+
+def test_another_torchao_gives_other_bits_where_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("stages.checkpointing.run.version", lambda name: "2")
+    for params in ({"optimizer": "adamw_8bit"}, {"precision": "fp8"}):
+        manifest = mock.Mock(identity=mock.Mock(params=params), packages={**packages(params), "torchao": "1"})
+        assert differences(manifest, PLACE, PLACE) == ["packages.torchao: '1' there, '2' here"]
+    assert "torchao" not in packages({"optimizer": "adamw", "precision": "bf16"})
 
 
 def test_what_a_training_sets_for_itself_is_no_other_hardware(
@@ -186,7 +195,7 @@ def test_what_a_training_sets_for_itself_is_no_other_hardware(
         place = replace(PLACE, variables=variables())
         assert "CUBLAS_WORKSPACE_CONFIG" in place.variables
     monkeypatch.setattr(segments_module.TrainState, "of", lambda path: mock.Mock(place=place))
-    monkeypatch.setattr(segments_module.CheckpointManifest, "read", lambda path: mock.Mock(packages=packages()))
+    monkeypatch.setattr(segments_module.CheckpointManifest, "read", lambda path: mock.Mock(packages=packages({})))
     with mock.patch.dict(os.environ):
         assert segments_module.find_obstacle(run, Segment(None, Path(step_name(6)))) is None
 

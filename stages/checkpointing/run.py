@@ -5,8 +5,9 @@ them. So a run can be killed at any time and continue, while with a changed lear
 """
 
 import dataclasses
+import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -110,6 +111,9 @@ def compare(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Itera
             yield f"{prefix}{name}", there, here
 
 
-def packages() -> dict[str, str]:
-    """The versions of what computes the result."""
-    return {name: version(name) for name in ("torch", "transformers", "numpy", "safetensors")}
+def packages(params: Mapping[str, Any]) -> dict[str, str]:
+    """The versions of what computes the result of a run with these parameters, as far as it is installed."""
+    names = ["torch", "transformers", "numpy", "safetensors"]
+    if params.get("optimizer") == "adamw_8bit" or params.get("precision") == "fp8":
+        names.append("torchao")
+    return {name: version(name) for name in names if importlib.util.find_spec(name)}

@@ -42,7 +42,7 @@ def refuse_different_ranks(run: Run, runtime: TrainRuntime) -> None:
     Raises:
         StageError: naming the ranks and what differs from rank 0.
     """
-    own = _Facts(**vars(run.identity), runtime=runtime, packages=packages())
+    own = _Facts(**vars(run.identity), runtime=runtime, packages=packages(run.identity.params))
     first, *others = run_on_all_ranks(lambda: own)
     lines = [
         f"rank {rank} differs from rank 0: {line}"

@@ -149,7 +149,7 @@ class RankHooks:
             identity=self.run.identity,
             validation_loss=trainer.validation.loss if trainer.validation else None,
             adopted=self.adopted,
-            packages=packages(),
+            packages=packages(self.run.identity.params),
             files={},
             tensors={},
         )

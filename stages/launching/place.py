@@ -81,7 +81,7 @@ def differences(manifest: CheckpointManifest, before: Place | None, here: Place)
         return ["it is not recorded where it was trained"]
     there, ours = (
         {**dataclasses.asdict(dataclasses.replace(place, commit=None, date="", since=0)), "packages": versions}
-        for place, versions in ((before, manifest.packages), (here, packages()))
+        for place, versions in ((before, manifest.packages), (here, packages(manifest.identity.params)))
     )
     return [f"{name}: {old} there, {new} here" for name, old, new in compare(there, ours)]
 
