@@ -330,6 +330,21 @@ def test_a_group_is_shown_or_what_is_in_it_and_an_edit_of_it_is_noticed(project:
     assert [each[:3] for each in ask_group(task=["mc", "other"], **mean)] == [("top", "acc", 6)]
 
 
+@pytest.mark.parametrize(("by_size", "chance"), [(True, (20 / 3 + 4 / 2) / 24), (False, None)])
+def test_the_chance_of_a_group_is_that_of_a_mean_over_questions(
+    project: Project, lm_eval: None, by_size: bool, chance: float | None
+) -> None:
+    rows = [row | {"c": row["c"][:2], "a": 0} for row in ROWS[:4]]
+    Path("evals/two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    other = {**BASE, **TASKS["mc"], "task": "other", "dataset_kwargs": {"data_files": {"test": "evals/two.jsonl"}}}
+    Path("evals/other.yaml").write_text(yaml.safe_dump(other))
+    metrics = [{"metric": "acc", "weight_by_size": by_size}]
+    group = {"group": "top", "task": ["mc", "other"], "aggregate_metric_list": metrics}
+    Path("evals/top.yaml").write_text(yaml.safe_dump(group))
+    (found,) = ask("top").tasks
+    assert found.chance == (chance and pytest.approx(chance, rel=1e-5))
+
+
 def test_random_initial_weights_are_not_asked(project: Project, lm_eval: None) -> None:
     path = Path("data/model.json")
     manifest = download.describe(download.DownloadParams("models/nano", "main", "random"))

@@ -173,6 +173,7 @@ def describe(results: Any, loaded: Loaded, truncated: int) -> Found:
         asked = [(loaded.tasks[task], each) for task in members for each in results["samples"][task]]
         asked = [(task, each) for task, each in asked if each["filter"] == chosen]
         score = rounded(results["results"][name][key])
+        terms = _terms(metric, score, [each for _, each in asked])
         measured.append(
             Measured(
                 task=name,
@@ -182,9 +183,9 @@ def describe(results: Any, loaded: Loaded, truncated: int) -> Found:
                 questions=len(asked),
                 num_fewshot=loaded.tasks[members[0]].config.num_fewshot or 0,
                 score=score,
-                chance=_chance(metric, asked),
+                chance=_chance(metric, asked) if terms else None,  # of a mean over questions
                 truncated=truncated,
-                terms=_terms(metric, score, [each for _, each in asked]),
+                terms=terms,
             )
         )
     first = {task: results["samples"][task][0]["filter"] for task in loaded.tasks}
