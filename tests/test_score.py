@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 import yaml
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from stages import download, score
 from stages.base import outputs, publish
@@ -218,6 +220,21 @@ def test_the_answers_are_those_of_the_model(asked: Project, monkeypatch: pytest.
     check_with_transformers(Path("models/nano"), "answer_of_initial")
 
 
+def test_a_text_begins_as_the_documents_of_the_training_and_nothing_ends_it(project: Project, lm_eval: None) -> None:
+    """Where the tokenizer also puts EOS after a text, and where lm-eval puts BOS before a window."""
+    start = begin_with_bos(Path("outputs/exp/model"))
+    ask(*TASKS)
+    check_with_transformers(Path("outputs/exp/model"), "answer", start)
+
+
+def test_a_conversation_begins_as_its_template_begins_it(project: Project, lm_eval: None) -> None:
+    shutil.copy(REPO / "models/templates/plain.jinja", "outputs/exp/model/chat_template.jinja")
+    begin_with_bos(Path("outputs/exp/model"))
+    ask("qa", task_chat=True)
+    assert answers("qa")
+    check_with_transformers(Path("outputs/exp/model"), "answer")
+
+
 def test_another_number_of_ranks_writes_the_same_bytes(project: Project, lm_eval: None, asked: Project) -> None:
     score.score(ALL, RUNTIME, measure)
     for path in (outputs.TASKS, outputs.SCORES, outputs.ANSWERS):
@@ -234,7 +251,20 @@ def test_the_command_asks_no_nameserver_and_listens_on_loopback_alone(project: P
         assert (observed["names"], observed["everywhere"]) == ([], [])
 
 
-def check_with_transformers(directory: Path, key: str) -> None:
+def begin_with_bos(directory: Path) -> list[int]:
+    """Have the tokenizer of a trained model put BOS before a text, and EOS after it; returns the former."""
+    path, config, bos = directory / "tokenizer.json", directory / "tokenizer_config.json", 4000
+    tokenizer = Tokenizer.from_file(str(path))
+    names = [(tokenizer.id_to_token(token), token) for token in (bos, 0)]
+    tokenizer.post_processor = TemplateProcessing(single=f"{names[0][0]} $A {names[1][0]}", special_tokens=names)
+    tokenizer.save(str(path))
+    publish.write_json(config, publish.read_json(config) | {"bos_token": names[0][0]})
+    change_weights(directory, 1.0)
+    return [bos]
+
+
+def check_with_transformers(directory: Path, key: str, start: list[int] | None = None) -> None:
+    """Of a model whose texts begin with `start`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -252,12 +282,14 @@ def check_with_transformers(directory: Path, key: str) -> None:
     for row in answers("mc")[:5]:
         assert row["prompt"].count("Question") == 3
         prompt = encode(row["prompt"])
-        expected = [nats(prompt, encode(row["prompt"] + choice)[len(prompt) :]) for choice in row["choices"]]
+        continuations = [encode(row["prompt"] + choice)[len(prompt) :] for choice in row["choices"]]
+        expected = [nats([*(start or []), *prompt], continuation) for continuation in continuations]
         assert row[key] == pytest.approx(expected, abs=1e-5)
     for row in answers("ppl")[:3]:  # in one window
-        assert float(row[key]) == pytest.approx(nats([tokenizer.eos_token_id], encode(row["prompt"])), abs=1e-4)
+        before = start or [tokenizer.eos_token_id]
+        assert float(row[key]) == pytest.approx(nats(before, encode(row["prompt"])), abs=1e-4)
     for row in answers("qa")[:5]:
-        ids = torch.tensor([encode(row["prompt"])])
+        ids = torch.tensor([[*(start or []), *encode(row["prompt"])]])
         with torch.no_grad():
             output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False,
                                     repetition_penalty=1.0, pad_token_id=0)  # fmt: skip

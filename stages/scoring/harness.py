@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
+from tokenizers.processors import TemplateProcessing
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 
 from stages.base.errors import StageError
 from stages.export.evaluation import DIGITS, rounded
 from stages.forward.distributed import all_reduce_sum, run_on_all_ranks
+from stages.model.tokenizer import find_start
 from stages.ranks.watchdog import Heartbeat
 from stages.scoring.request import Answer, Found, Measured, Terms
 from stages.scoring.tasks import FEWSHOT_SEED, Loaded, check_network, explained_task
@@ -39,6 +41,11 @@ class SharedModel(HFLM):  # type: ignore[misc]  # lm-eval is not installed where
     ) -> None:
         # In place of the model's own, from which penalties, beams and samples would be taken.
         model.generation_config = GenerationConfig(eos_token_id=eos_token_id)
+        # Without what it puts after a text, such as EOS, which would be between a question and its answer.
+        backend = tokenizer.backend_tokenizer
+        start: dict[str, Any] = {"id": "start", "ids": find_start(backend, None)}
+        start["tokens"] = [backend.id_to_token(token) for token in start["ids"]]
+        backend.post_processor = TemplateProcessing("start $A", special_tokens=[start]) if start["ids"] else None
         super().__init__(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=BATCH_SIZE)
         self.truncated = 0
         """Requests of this rank that were cut."""
@@ -49,7 +56,10 @@ class SharedModel(HFLM):  # type: ignore[misc]  # lm-eval is not installed where
         return self._divide(super().loglikelihood, requests)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:
-        return self._divide(super().loglikelihood_rolling, requests)
+        before, self.add_bos_token = self.add_bos_token, False  # each window begins with BOS by itself
+        found = self._divide(super().loglikelihood_rolling, requests)
+        self.add_bos_token = before
+        return found
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:
         return self._divide(super().generate_until, requests)
@@ -125,6 +135,8 @@ def ask(model: SharedModel, entry: str, loaded: Loaded, limit: int | None, chat:
         StageError: lm-eval cannot ask it, a request was cut, or another machine was asked for something.
     """
     model.truncated = 0
+    # None: as the tokenizer begins a text. A chat template writes itself what begins a conversation, if anything does.
+    model.add_bos_token = False if chat else None
     for task in loaded.tasks.values():
         task.set_fewshot_seed(FEWSHOT_SEED)
     with explained_task(entry, "ask"):
