@@ -739,6 +739,15 @@ def test_a_text_config_says_where_generated_text_ends_too(tmp_path: Path) -> Non
     assert publish.read_json(tmp_path / "generation_config.json")["eos_token_id"] == [7, 0]
 
 
+def test_what_prepares_images_is_kept(llama: Trained) -> None:
+    """Without it, vLLM does not load a Gemma 3."""
+    publish.write_json(MODEL / "preprocessor_config.json", {"size": 896})
+    write_model_manifest()
+    llama.finish()
+    consolidate.main()
+    assert publish.read_json(TARGET / "preprocessor_config.json") == {"size": 896}
+
+
 def write_conversations(templates: dict[str, str]) -> None:
     """Have the training data be conversations, whose turns ended with the tokens 5 and 3."""
     chats = ConversationMetrics(1, 9, 9, 0, {}, [], [5, 3])

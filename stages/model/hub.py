@@ -31,6 +31,7 @@ from stages.model.license import is_license_file
 _PATTERNS = (
     CONFIG, GENERATION_CONFIG, "chat_template*", f"{MORE_TEMPLATES}/*.jinja", LINEAGE, WEIGHTS_INDEX,
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
+    "*processor_config.json",  # of images, without which vLLM does not load a model that takes some
 )  # fmt: skip
 """All files of a model except its weights, so that no other format of them (pickles, GGUF) is fetched."""
 _COMMIT = re.compile("[0-9a-f]{40}")
