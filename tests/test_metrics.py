@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import Gemma3Config, Gemma3TextConfig, PreTrainedModel
 
 from stages.base import history
 from stages.base.history import SPEED, History, Row, Table
@@ -45,6 +45,17 @@ def test_flops_are_those_of_palm(tmp_path: Path, tied: bool) -> None:
     layer = 2 * 16 * 4 * 8 + 2 * 16 * 2 * 8 + 3 * 16 * 32 + 2 * 16  # queries, output; keys, values; MLP; norms
     weights = 2 * layer + 16 + 100 * 16  # the last norm, the output; the embedding is only looked up
     assert flops.flops_per_token(model, seq_length=64) == 6 * weights + 12 * 2 * 4 * 8 * 64
+
+
+def test_flops_are_not_those_of_an_image_tower(tmp_path: Path) -> None:
+    text = {"vocab_size": 100, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8,
+            "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    found = []
+    for config in (Gemma3TextConfig(**text), Gemma3Config(text_config=text, vision_config=tower)):
+        config.save_pretrained(tmp_path)
+        found.append(flops.flops_per_token(meta.build(tmp_path), seq_length=64))
+    assert found[0] == found[1]
 
 
 def test_flops_of_quantized_weights_are_those_of_the_weights_that_they_stand_for(tmp_path: Path) -> None:

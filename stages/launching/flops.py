@@ -82,13 +82,13 @@ def flops_per_token(model: PreTrainedModel, seq_length: int) -> int | None:
 
 
 def _multiplied(model: PreTrainedModel) -> list[nn.Parameter]:
-    """Parameters without those that are only looked up: embeddings that are not the output's weights, too."""
+    """Parameters without those that are only looked up: embeddings that are not the output's weights, too.
+
+    And without those of an image tower, which no text passes.
+    """
     outputs = model.get_output_embeddings()
-    looked_up = {
-        param
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for param in module.parameters(recurse=False)
-        if outputs is None or param is not outputs.weight
-    }
-    return [param for param in model.parameters() if param not in looked_up]
+    decoder = model if model.config.get_text_config() is model.config else model.get_decoder()
+    embeddings = (module for module in decoder.modules() if isinstance(module, nn.Embedding))
+    looked_up = {param for module in embeddings for param in module.parameters(recurse=False)}
+    of_outputs = [*outputs.parameters()] if outputs else []
+    return [*dict.fromkeys([*of_outputs, *(param for param in decoder.parameters() if param not in looked_up)])]
