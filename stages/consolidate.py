@@ -346,7 +346,7 @@ def _initial_lineage(initial: Path, model: ModelManifest) -> Lineage | None:
 
 def _write_config(path: Path, architecture: str, dtype: str, reference: "PreTrainedModel") -> None:
     """Keep the initial model's config, but name the class and the dtype of these weights, and no layers of MTP."""
-    config = {key: value for key, value in publish.read_json(path).items() if key not in _OUTDATED_CONFIG_KEYS}
+    config = _in_dtype(publish.read_json(path), dtype)
     if not any(_MTP_WEIGHT.search(name) for name in reference.state_dict()):  # transformers drops them
         # A number that is not stated is that of the class.
         text = reference.config.get_text_config()
@@ -355,6 +355,13 @@ def _write_config(path: Path, architecture: str, dtype: str, reference: "PreTrai
             place |= {key: value for key, value in text.to_dict().items() if _is_mtp(key, value)}
         config = without_mtp(config)
     publish.write_json(path, {**config, "architectures": [architecture], "dtype": dtype})
+
+
+def _in_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """A config, and those in it, with this dtype where it names one: some programs read that of `text_config`."""
+    kept = {key: value for key, value in config.items() if key not in _OUTDATED_CONFIG_KEYS}
+    found = {key: _in_dtype(value, dtype) if isinstance(value, dict) else value for key, value in kept.items()}
+    return found | ({"dtype": dtype} if {"dtype", "torch_dtype"} & {*config} else {})
 
 
 def without_mtp(config: dict[str, Any]) -> dict[str, Any]:

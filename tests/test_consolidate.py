@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Gemma3Config,
     Glm4MoeConfig,
     Lfm2MoeConfig,
     LlamaConfig,
@@ -737,6 +738,19 @@ def test_a_text_config_says_where_generated_text_ends_too(tmp_path: Path) -> Non
     reference: Any = SimpleNamespace(config=config)
     consolidate._add_ends(tmp_path, reference, [0])
     assert publish.read_json(tmp_path / "generation_config.json")["eos_token_id"] == [7, 0]
+
+
+def test_the_configs_in_a_config_name_the_dtype_of_the_export_too(tmp_path: Path) -> None:
+    """As `save_pretrained` writes them."""
+    text = {**models.SIZES, **models.LAYERS, "head_dim": 8, "num_key_value_heads": 1}
+    tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(text_config=text, vision_config=tower, dtype=torch.bfloat16)
+    for dtype in ("bfloat16", "float16"):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        model.save_pretrained(tmp_path / dtype)
+    path = tmp_path / "bfloat16/config.json"
+    consolidate._write_config(path, "Gemma3ForConditionalGeneration", "float16", model)
+    assert publish.read_json(path) == publish.read_json(tmp_path / "float16/config.json")
 
 
 def test_what_prepares_images_is_kept(llama: Trained) -> None:
