@@ -36,6 +36,9 @@ CHUNK = 2 * BATCH_SIZE
 class SharedModel(HFLM):  # type: ignore[misc]  # lm-eval is not installed where types are checked
     """A loaded model that answers the requests of all ranks together."""
 
+    add_bos_token: bool | None
+    """Of lm-eval; None: texts begin as the tokenizer begins them."""
+
     def __init__(
         self, model: PreTrainedModel, is_sharded: bool, tokenizer: Any, eos_token_id: Any, heartbeat: Heartbeat
     ) -> None:
@@ -135,7 +138,7 @@ def ask(model: SharedModel, entry: str, loaded: Loaded, limit: int | None, chat:
         StageError: lm-eval cannot ask it, a request was cut, or another machine was asked for something.
     """
     model.truncated = 0
-    # None: as the tokenizer begins a text. A chat template writes itself what begins a conversation, if anything does.
+    # A chat template writes itself what begins a conversation, if anything does.
     model.add_bos_token = False if chat else None
     for task in loaded.tasks.values():
         task.set_fewshot_seed(FEWSHOT_SEED)
