@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,24 +105,27 @@ class _Timeout(BaseException):
 def limited(seconds: float, num_bytes: int) -> Iterator[None]:
     """Raise a TimeoutError or a MemoryError in the block where it needs more time, or more memory, than this.
 
-    Only in the main thread of a process, which alone gets signals.
+    Time on a processor: a process may be suspended, as by Slurm or Ctrl-Z, or wait for a core. Only in the main thread
+    of a process, which alone gets signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    has_passed = False
+    has_passed, begun = False, time.thread_time()
 
     def stop(number: int, frame: object) -> None:
         nonlocal has_passed
-        has_passed = True
-        raise _Timeout
+        if time.thread_time() - begun >= seconds:
+            has_passed = True
+            raise _Timeout
 
     limits = resource.getrlimit(resource.RLIMIT_AS)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + num_bytes
     before = signal.signal(signal.SIGALRM, stop)
     try:
-        signal.setitimer(signal.ITIMER_REAL, seconds, seconds)  # repeated: C++ code that calls Python may swallow it
+        # Repeated, as C++ code that calls Python may swallow it, too.
+        signal.setitimer(signal.ITIMER_REAL, seconds / 10, seconds / 10)
         resource.setrlimit(resource.RLIMIT_AS, (size if limits[1] < 0 else min(size, limits[1]), limits[1]))
         yield
     except BaseException:
