@@ -235,6 +235,15 @@ def test_a_conversation_begins_as_its_template_begins_it(project: Project, lm_ev
     check_with_transformers(Path("outputs/exp/model"), "answer")
 
 
+def test_the_config_alone_may_name_eos(project: Project, lm_eval: None) -> None:
+    """Which `download` accepts."""
+    expected, path = ask(*TASKS, task_limit=2), Path("outputs/exp/model/tokenizer_config.json")
+    config = publish.read_json(path)
+    publish.write_json(path, {name: config[name] for name in config if name not in ("eos_token", "pad_token")})
+    change_weights(path.parent, 1.0)
+    assert ask(*TASKS, task_limit=2) == expected
+
+
 def test_another_number_of_ranks_writes_the_same_bytes(project: Project, lm_eval: None, asked: Project) -> None:
     score.score(ALL, RUNTIME, measure)
     for path in (outputs.TASKS, outputs.SCORES, outputs.ANSWERS):

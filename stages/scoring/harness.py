@@ -49,6 +49,9 @@ class SharedModel(HFLM):  # type: ignore[misc]  # lm-eval is not installed where
         start: dict[str, Any] = {"id": "start", "ids": find_start(backend, None)}
         start["tokens"] = [backend.id_to_token(token) for token in start["ids"]]
         backend.post_processor = TemplateProcessing("start $A", special_tokens=[start]) if start["ids"] else None
+        if tokenizer.eos_token_id is None:  # the config alone names it
+            ends = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+            tokenizer.eos_token = backend.id_to_token(ends[0])
         super().__init__(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=BATCH_SIZE)
         self.truncated = 0
         """Requests of this rank that were cut."""
