@@ -353,9 +353,13 @@ def find_conversations(params: ExtractParams, paths: Iterable[str]) -> str | Non
 
     Of the first files alone: there may be a million. The rule is for one directory, as others may have documents.
     """
-    lines = (path for path in paths if path.endswith((".json", ".jsonl", ".ndjson")))
+    import pyarrow as pa
+
+    lines = (path for path in paths if (found := suffixes.find(path)) and found[0] in ("json", "jsonl"))
     for path in islice((path for path in lines if not rules.find(params.records, path)), NUM_PRINTED):
-        with suppress(OSError, ValueError, RecursionError), Path(params.raw_dir, path).open("rb") as raw:
+        suffix = path[-len(suffixes.ending(path)) :]
+        file = os.path.join(params.raw_dir, path)
+        with suppress(OSError, ValueError, RecursionError), pa.input_stream(file) as raw:  # by its suffix decompressed
             text = raw.read(1 << 20).decode("utf-8-sig", "ignore")
             record, _ = json.JSONDecoder().raw_decode(text.lstrip("[ \t\r\n"))  # the first line, or of a list
             for name, value in record.items() if isinstance(record, dict) else ():
@@ -366,7 +370,7 @@ def find_conversations(params: ExtractParams, paths: Iterable[str]) -> str | Non
                         files = f"{directory}/**/*" * bool(below) or "*"
                         messages = f"$.{name}" if name.isidentifier() else json.dumps(f"$['{name}']")
                         more += ", system: $.system" * isinstance(record.get("system"), str)
-                        rule = f'{{files: "{files}{Path(path).suffix}", messages: {messages}{more}}}'
+                        rule = f'{{files: "{files}{suffix}", messages: {messages}{more}}}'
                         remedy = f"add to records: {rule}" if params.records else f"set records: [{rule}]"
                         return printable(f"{path} has conversations, whose strings are separate documents: {remedy}")
     return None

@@ -1,6 +1,7 @@
 """Rules for records: which paths and files they fit, what the records of each format become, and what is left out."""
 
 import csv
+import gzip
 import io
 import json
 import re
@@ -298,6 +299,9 @@ def test_files_without_a_rule_are_told_once(capsys: pytest.CaptureFixture[str]) 
     put({"a.jsonl": jsonl({"messages": [1], "tables": [{"role": "b"}]})})
     extract_raw(num_splits=2)
     assert "has conversations" not in capsys.readouterr().out
+    put({"a.JSONL.gz": gzip.compress(jsonl({"messages": CHAT}).encode())})
+    extract_raw(num_splits=2)
+    assert 'set records: [{files: "*.JSONL.gz", messages: $.messages}]' in capsys.readouterr().out
     extract_raw(num_splits=2, records=[{"files": "?.yaml", "text": "$"}, {"files": "*"}])
     assert "without a rule" not in capsys.readouterr().out
 
