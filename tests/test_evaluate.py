@@ -238,7 +238,7 @@ def test_losses_before_and_after_training_are_on_the_same_rows(eval_rows: int | 
     found = run_stage()
     assert found.exported == exported
     for before, loss in ((found.untrained, 4.5), (found.trained, trained)):
-        assert before == evaluate.make_loss(loss, len(indices), tokens, TEXT)
+        assert before == evaluate.make_loss(loss, len(indices), tokens, TEXT, document_mask=True)
 
 
 def test_the_loss_does_not_depend_on_which_rows_are_measured_together() -> None:
