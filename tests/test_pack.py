@@ -29,10 +29,12 @@ from tokenizers.processors import TemplateProcessing
 from stages.base import code, publish
 from stages.base.dataset import Dataset
 from stages.base.errors import StageError
+from stages.base.packed import TRAIN, PackMetrics
 from stages.base.params_file import load_params
 from stages.base.publish import read_json, sha256_file
 from stages.duplicates import finding
 from stages.formats.limits import LIMITS
+from stages.forward.batch import count_labels, read_batch
 from stages.forward.rows import TokenRows
 from stages.model.manifest import TOKENIZER, ModelManifest
 from stages.pack import PackParams, PackRuntime, find_tokenizer_spec, pack
@@ -225,6 +227,18 @@ def test_each_document_begins_as_the_tokenizer_begins_a_text(fast_encoder: bool)
     stream = [token for text in documents for token in (BOS, *tokenizer.encode(text).ids, EOS)]
     assert tokens("train") == stream[: len(stream) // 5 * 5]
     assert (found["tokens"], found["start_tokens"], found["characters_per_token"]) == (len(stream), 3, 1)
+
+
+@pytest.mark.parametrize("document_mask", [True, False])
+@pytest.mark.parametrize("start", [[BOS], [66, BOS]], ids=["BOS", "two, as GLM has"])
+def test_the_measured_tokens_are_those_with_a_label(start: list[int], document_mask: bool) -> None:
+    """So the loss times their number is that of the text."""
+    make_model(start_token_ids=start)
+    make_corpus([["xyz", "x", "zyx"], ["validation " * 2]])
+    run(seq_length=3 * len(start) + 10)
+    batch = read_batch(TokenRows(TRAIN), np.arange(1), EOS, document_mask, lengths=False)
+    first = not document_mask  # of the row, which nothing precedes there alone
+    assert PackMetrics.read(METRICS).train.measured_tokens(document_mask) == count_labels(batch) + first
 
 
 def make_ninefold_corpus() -> None:
