@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from stages import download, score
-from stages.base import outputs, publish
+from stages.base import code, outputs, publish
 from stages.base.dataset import Dataset
 from stages.base.errors import StageError
 from stages.base.identity import TokenFingerprints
@@ -333,7 +333,7 @@ def test_one_answer_that_changes_changes_the_number(project: Project, lm_eval: N
 
 
 def test_what_was_measured_of_the_initial_model_is_used_again(
-    project: Project, lm_eval: None, capsys: pytest.CaptureFixture[str]
+    project: Project, lm_eval: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until something changes that decides it."""
 
@@ -353,6 +353,10 @@ def test_what_was_measured_of_the_initial_model_is_used_again(
     write_task("mc", num_fewshot=1)
     assert num_reused("mc", "qa", task_limit=2) == 0
     Path("evals/utils.py").write_text("x = 1\n")
+    assert num_reused("qa", task_limit=2) == 0
+    assert num_reused("qa", task_limit=2) == 2
+    loads, parse = Path(generation.__file__).read_bytes(), code._parse
+    monkeypatch.setattr(code, "_parse", lambda source: ("an edit", frozenset()) if source == loads else parse(source))
     assert num_reused("qa", task_limit=2) == 0
 
 

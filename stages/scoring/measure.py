@@ -57,7 +57,7 @@ def measure(request: Request, heartbeat: Heartbeat, cache: Path, is_sharded: boo
     store = reuse.Store(Path(request.store), list[Measured])
     eos_token_id = find_eos(directory)
     decides = [
-        "score", VERSION, code.digest_with_packages("stages.scoring.harness"), request.tokenizer, request.limit,
+        "score", VERSION, code.digest_with_packages(__name__), request.tokenizer, request.limit,
         request.chat, str(dtype), on_gpu, eos_token_id,
     ]  # fmt: skip
     num_reused = 0
