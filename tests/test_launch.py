@@ -239,16 +239,32 @@ def test_a_restart_waits_for_the_last_rank(monkeypatch: pytest.MonkeyPatch) -> N
     assert launch._train(run, replace(own, max_restarts=1, nproc_per_node=1), lambda status: None) == 0
 
 
+def test_a_signal_while_one_is_answered_does_not_wait_for_its_locks() -> None:
+    """`Event.set` has one, and a launcher that waits for itself would never ask its ranks to save."""
+    code = """
+import signal, threading
+from stages.ranks.signals import on_stop_signals
+lock = threading.Lock()
+def stop():
+    with lock:
+        signal.raise_signal(signal.SIGTERM)
+on_stop_signals(stop)
+signal.raise_signal(signal.SIGINT)
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPO, timeout=30).returncode == 0
+
+
 def test_any_number_of_signals_while_a_launcher_exits_leave_its_status() -> None:
     code = """
-import sys, threading
+import sys, threading, time
 from stages.base import command
 from stages.ranks.signals import INTERRUPTED, on_stop_signals
 def main():
     stopping = threading.Event()
     on_stop_signals(stopping.set)
     print("ready", flush=True)
-    stopping.wait()
+    while not stopping.is_set():
+        time.sleep(0.01)
     sys.exit(INTERRUPTED)
 command.run(main)
 """

@@ -22,9 +22,19 @@ def _heeded() -> set[signal.Signals]:
 
 
 def on_stop_signals(stop: Callable[[], None]) -> None:
-    """Call `stop` at each of them that is not ignored."""
+    """Call `stop` at the first of them that is not ignored, or at a few that come together, one after the other.
+
+    Never within a call of it, which another signal may interrupt: both would wait for its locks, as that of an `Event`.
+    """
+    received: list[int] = []
+
+    def receive(number: int, frame: object) -> None:
+        if not received:
+            received.append(number)
+            stop()
+
     for number in _heeded():
-        signal.signal(number, lambda number, frame: stop())
+        signal.signal(number, receive)
         # Python takes its handlers away before the process has ended, which the next signal would then kill.
         atexit.register(signal.signal, number, signal.SIG_IGN)
 
