@@ -447,7 +447,7 @@ def read_files(files: Iterable[splits.RawFile], path: Path, params: ExtractParam
     from stages.formats import readers
     from stages.formats.raw_content import UTF_8, Changed, Rejected, Unreadable
     from stages.formats.records import Records
-    from stages.formats.writer import TextWriter, count_short
+    from stages.formats.writer import TextWriter
     from stages.work import arrow
 
     counts = SplitCounts()
@@ -522,7 +522,7 @@ def read_files(files: Iterable[splits.RawFile], path: Path, params: ExtractParam
                 num_listed += len(rejections.listed)
         shard = writer.close()
     counts.records, counts.strings = writer.records, shard.rows
-    counts.characters, counts.short_strings = writer.characters, count_short(path)
+    counts.characters, counts.short_strings = writer.characters, writer.short_strings
     of_records = {index: records.counts for index, records in of_rules.items()}
     return SplitResult(shard, counts, of_records, rejected, changed, fit, silent, fallback)
 

@@ -2,8 +2,7 @@
 
 import io
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -12,7 +11,7 @@ from stages.base.dataset import Shard
 from stages.formats.limits import LIMITS, Limits
 from stages.formats.raw_content import Rejected
 from stages.formats.rules import TEXT
-from stages.work.arrow import Mark, StreamWriter, read_rows, slices
+from stages.work.arrow import Mark, StreamWriter, slices
 
 SHORT = 20
 """Characters below which a string is a label, a name or a unit rather than text."""
@@ -41,6 +40,8 @@ class TextWriter:
         self.records = 0
         self.characters = 0
         """Of complete records."""
+        self.short_strings = 0
+        """Strings with fewer than `SHORT` characters, of those in the stream."""
         self.column = 0
         """Of the rows that are added."""
         self.has_text = False
@@ -56,8 +57,8 @@ class TextWriter:
         self._current = _Rows()  # of the current record
         self._current_size = 0  # characters of this record, with those in the stream
         # Where to cut the stream, if it already has rows of the current record, or of the current file.
-        self._record_start: Mark | None = None
-        self._file_start: Mark | None = None
+        self._record_start: _Start | None = None
+        self._file_start: _Start | None = None
         self.begin_file()
 
     def begin_file(self) -> None:
@@ -72,7 +73,7 @@ class TextWriter:
         """Drop all strings of the current file."""
         self.drop()
         if self._file_start is not None:
-            self._stream.cut(self._file_start)
+            self._cut(self._file_start)
             self._before = *self._before[:2], 0  # rows of earlier files were written before
         self._complete = _Rows()
         self.records, self.characters, self._size = self._before
@@ -137,7 +138,7 @@ class TextWriter:
     def drop(self) -> None:
         """Drop the strings of the current record."""
         if self._record_start is not None:
-            self._stream.cut(self._record_start)  # complete records before it were written first, and stay
+            self._cut(self._record_start)  # complete records before it were written first, and stay
         self._begin()
 
     def close(self) -> Shard:
@@ -155,13 +156,13 @@ class TextWriter:
         """Write what there is of a long record; what precedes it must be in the stream before it."""
         if self._record_start is None:
             self._write_complete()
-            self._record_start = self._stream.mark()
+            self._record_start = _Start(self._stream.mark(), self.short_strings)
         self._write(self._current, pc.utf8_length)
 
     def _write_complete(self) -> None:
         self._write(self._earlier, pc.binary_length)
         if self._file_start is None:
-            self._file_start = self._stream.mark()
+            self._file_start = _Start(self._stream.mark(), self.short_strings)
         self._write(self._complete, pc.binary_length)
         self._size = 0
 
@@ -171,6 +172,18 @@ class TextWriter:
             strings = pa.concat_arrays(arrays)
             for batch in slices(strings, lengths(strings), self._limits.batch):
                 self._stream.write_column(batch, self.column)
+                self.short_strings += pc.sum(pc.less(pc.utf8_length(batch), SHORT)).as_py()
+
+    def _cut(self, start: "_Start") -> None:
+        self._stream.cut(start.mark)
+        self.short_strings = start.short_strings
+
+
+class _Start(NamedTuple):
+    """Of a record or a file, where to cut the stream."""
+
+    mark: Mark
+    short_strings: int
 
 
 class _Rows:
@@ -220,11 +233,6 @@ def documents(stream: BinaryIO, size: int) -> Iterator[str]:
         rest = rest[end or len(document.encode()) :]
     if rest:
         yield rest.decode()
-
-
-def count_short(shard: Path) -> int:
-    """How many strings of a shard have fewer than `SHORT` characters."""
-    return sum(pc.sum(pc.less(pc.utf8_length(strings), SHORT)).as_py() for strings, _ in read_rows(shard))
 
 
 def replace_surrogates(value: str) -> str:
