@@ -1,6 +1,7 @@
 """The store of results: work is not repeated, and the outputs are the same bytes."""
 
 import contextlib
+import hashlib
 import json
 import os
 import random
@@ -276,6 +277,21 @@ def test_two_runs_may_publish_the_same_result() -> None:
     assert [path.name for path in STORE.iterdir()] == ["key"]
     assert store.fetch("key", Path("target")) == [1]
     assert Path("target").read_text() == "content"
+
+
+def test_two_workers_may_make_the_store_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_dir, store = Path.is_dir, reuse.Store(STORE, int)
+
+    def made_meanwhile(path: Path) -> bool:
+        found = is_dir(path)
+        if path == STORE:
+            path.mkdir(parents=True)
+        return found
+
+    monkeypatch.setattr(Path, "is_dir", made_meanwhile)
+    Path("file").write_bytes(b"")
+    store.put("key", Path("file"), hashlib.sha256().hexdigest(), 1)
+    assert os.listdir(STORE) == ["key"]
 
 
 def test_experiments_in_a_copy_of_the_project_share_the_store(
