@@ -124,7 +124,7 @@ def limited(seconds: float, num_bytes: int) -> Iterator[None]:
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + num_bytes
     before = signal.signal(signal.SIGALRM, stop)
     try:
-        # Repeated, as C++ code that calls Python may swallow it, too.
+        # Repeated: the process may have waited until then, and C++ code that calls Python may swallow what is raised.
         signal.setitimer(signal.ITIMER_REAL, seconds / 10, seconds / 10)
         resource.setrlimit(resource.RLIMIT_AS, (size if limits[1] < 0 else min(size, limits[1]), limits[1]))
         yield
