@@ -10,7 +10,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +75,9 @@ def make_corpus(splits: Sequence[Sequence[str | dict[str, Any]]], batch_size: in
     for index, rows in enumerate(splits):
         stream = arrow.StreamWriter(CORPUS / arrow.shard_name(index, len(splits)), features)
         for start in range(0, len(rows), batch_size):
-            some = rows[start : start + batch_size]
-            columns = [[row if isinstance(row, str) else None for row in some]]
-            if "messages" in features:
-                columns.append([json.dumps(row) if isinstance(row, dict) else None for row in some])
-            stream.write(*(pa.array(column, pa.string()) for column in columns))
+            for is_chat, group in groupby(rows[start : start + batch_size], key=lambda row: isinstance(row, dict)):
+                texts = [json.dumps(row) if is_chat else row for row in group]
+                stream.write_column(pa.array(texts), int(is_chat))
         shards.append(stream.close())
     Dataset(features, shards).write(CORPUS)
     keep_all()

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import chain, groupby, islice, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,11 +65,8 @@ class Side(NamedTuple):
 
 def _digests(batch: pa.RecordBatch) -> list[bytes]:
     """Of the documents in a record batch."""
-    columns = [column for column in batch.columns if column.type == pa.string()]
-    return [
-        blake2b((text if text.is_valid else messages).as_buffer(), digest_size=8).digest()  # without a copy
-        for text, messages in zip(columns[0], columns[-1], strict=True)
-    ]
+    strings, _ = arrow.strings_of(batch)
+    return [blake2b(string.as_buffer(), digest_size=8).digest() for string in strings]  # without a copy
 
 
 def without(batch: pa.RecordBatch, skipped: bytes) -> pa.RecordBatch:
@@ -222,8 +219,7 @@ def encode(task: BatchTask) -> BatchResult:
     # A new file, not the old one emptied: a Dask worker that was considered lost may still write to its own.
     task.target.unlink(missing_ok=True)
     with task.target.open("wb") as file:
-        encoded = _marked(batch, task.spec) if task.spec.chat else _documents(batch["text"], task.spec)
-        for tokens, found in encoded if len(batch) else ():
+        for tokens, found in _encoded(batch, task.spec) if len(batch) else ():
             # (n,) of 2 or 4 bytes each; without a header, so that files can be joined. Not by ndarray.tofile, which
             # succeeds on a full disk.
             file.write(tokens.data)
@@ -248,18 +244,18 @@ def _documents(documents: pa.StringArray, spec: TokenizerSpec) -> Iterator[tuple
     yield np.empty(0, spec.dtype), of_text
 
 
-def _marked(batch: pa.RecordBatch, spec: TokenizerSpec) -> Iterator[tuple[Tokens, Counts]]:
-    """The tokens of documents and conversations, in their order, with the bits that say what they are."""
-    texts, conversations = batch["text"], batch["messages"]
-    for is_text, group in groupby(range(len(batch)), key=lambda index: texts[index].is_valid):
-        indices = [*group]
-        if not is_text:
-            yield from _conversations((conversations[index].as_py() for index in indices), spec)
-            continue
-        is_start = np.ones(1, np.bool_)  # of the next token
-        for tokens, counts in _documents(texts[indices[0] : indices[-1] + 1], spec):
+def _encoded(batch: pa.RecordBatch, spec: TokenizerSpec) -> Iterator[tuple[Tokens, Counts]]:
+    """The tokens of documents or conversations, in their order; in a corpus with these, with bits beside them."""
+    strings, column = arrow.strings_of(batch)
+    if batch.schema.names[column] == "messages":
+        yield from _conversations(strings.to_pylist(), spec)
+        return
+    is_start = np.ones(1, np.bool_)  # of the next token
+    for tokens, counts in _documents(strings, spec):
+        if spec.chat:
             is_start = np.append(is_start[-1:], tokens == spec.eos_token_id)
-            yield tokens | np.where(is_start[:-1], TRAINED | START, TRAINED).astype(spec.dtype), counts
+            tokens = tokens | np.where(is_start[:-1], TRAINED | START, TRAINED).astype(spec.dtype)
+        yield tokens, counts
 
 
 def _conversations(conversations: Iterable[str], spec: TokenizerSpec) -> Iterator[tuple[Tokens, Counts]]:
