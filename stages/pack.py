@@ -6,6 +6,7 @@ Writes   data/tokens/train, data/tokens/validation: datasets with `input_ids`, s
 Example  dvc exp run -S seq_length=1024 pack
 """
 
+import hashlib
 import operator
 import tempfile
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -79,30 +80,16 @@ class PackRuntime(workers.Runtime):
     """Disk space for results of earlier runs, in GiB. What outputs and DVC's cache occupy anyway does not count."""
 
 
-class ShardTask(NamedTuple):
-    """A split of the corpus, and where its tokens belong."""
-
-    shard: Path
-    num_documents: int
-    sha256: str
-    """Of the shard."""
-    key: str
-    """Of the tokens in the store."""
-    tokens: Path
-    """The file to write, in the form of `packing.encode`."""
-    side: packing.Side | None
-    skipped: bytes
-    """The rows that are left out, as int64."""
-
-
 class Split(NamedTuple):
     """A split of the corpus, and what is skipped of it."""
 
     shard: Shard
     skipped: bytes
     """Rows, in order, as int64."""
-    digest: str
-    """Of what is skipped."""
+
+    @property
+    def path(self) -> Path:
+        return CORPUS / self.shard.filename
 
     @property
     def num_skipped(self) -> int:
@@ -112,6 +99,18 @@ class Split(NamedTuple):
     def rows(self) -> int:
         """Those that are not skipped."""
         return self.shard.rows - self.num_skipped
+
+
+class SplitTask(NamedTuple):
+    """A split of the corpus, or some of its documents, and where their tokens belong."""
+
+    split: Split
+    side: packing.Side | None
+    """The documents; None: all."""
+    key: str
+    """Of the tokens in the store."""
+    tokens: Path
+    """The file to write, in the form of `packing.encode`."""
 
 
 NUM_REASONS = 5
@@ -394,8 +393,8 @@ def find_token_shards(params: PackParams, dataset: Dataset, skips: skipped.Skipp
     if not dataset.num_rows:
         raise StageError(f"{CORPUS} contains no text: put files with text into raw_dir, or lower min_chars")
     sources: dict[str | None, list[Split]] = {}
-    for shard, rows, digest in zip(dataset.shards, skips.rows, skips.digests, strict=True):
-        sources.setdefault(shard.source, []).append(Split(shard, rows.tobytes(), digest))
+    for shard, rows in zip(dataset.shards, skips.rows, strict=True):
+        sources.setdefault(shard.source, []).append(Split(shard, rows))
     if params.validation_fraction is not None:
         divided = [divide_documents(*item, params.validation_fraction) for item in sources.items()]
     else:
@@ -440,7 +439,7 @@ def divide(source: str | None, splits: list[Split], num_train: int) -> tuple[Tok
     if not held_out or (0 < found < total and found <= _MAX_TIMES * max(1, fraction * total)):
         return TokenShard(TRAIN.name, source, train, None), TokenShard(VALIDATION.name, source, held_out, None)
     of_source = f" of source {source}" if source else ""
-    chosen = packing.dividing_fraction([(CORPUS / shard.filename, rows) for shard, rows, _ in splits], fraction)
+    chosen = packing.dividing_fraction([(split.path, split.skipped) for split in splits], fraction)
     if chosen is None:
         print(f"warning: nothing{of_source} is held out: there is only one document")
         return TokenShard(TRAIN.name, source, splits, None), TokenShard(VALIDATION.name, source, [], None)
@@ -498,38 +497,31 @@ def encode_splits(
     directory: Path,
     store: reuse.Store[packing.Counts],
     runtime: PackRuntime,
-) -> Generator[tuple[ShardTask, packing.Counts, bool], None, None]:
+) -> Generator[tuple[SplitTask, packing.Counts, bool], None, None]:
     """Yield each split of each shard when its tokens are in `directory`; its counts; whether the store had them."""
     code_digest = code.digest_with_packages("stages.pack")
-    splits = [
-        ShardTask(
-            shard=CORPUS / shard.filename,
-            num_documents=shard.rows,
-            sha256=shard.sha256,
-            key=key(shard.sha256, wanted.side, digest, spec, code_digest),
-            tokens=directory / f"{wanted.directory}-{shard.filename}",
-            side=wanted.side,
-            skipped=rows,
+    tasks = [
+        SplitTask(
+            split, wanted.side, key(split, wanted.side, spec, code_digest),
+            directory / f"{wanted.directory}-{split.shard.filename}",
         )
         for wanted in token_shards
-        for shard, rows, digest in wanted.splits
-    ]
-    reused = fetch_splits(splits, store)  # all of them first: workers then start only if something is missing
-    missing = [split for split in splits if split not in reused]
+        for split in wanted.splits
+    ]  # fmt: skip
+    reused = fetch_splits(tasks, store)  # all of them first: workers then start only if something is missing
+    missing = [task for task in tasks if task not in reused]
     with closing(encode_missing(missing, spec, store, runtime)) as encoded:
-        for split in splits:
-            counts = reused.get(split) or next(encoded)
-            if counts.num_read != split.num_documents:
+        for task in tasks:
+            counts, shard = reused.get(task) or next(encoded), task.split.shard
+            if counts.num_read != shard.rows:
                 raise StageError(
-                    f"{CORPUS / STATE} lists {split.num_documents} rows of {split.shard.name}, and there are "
-                    f"{counts.num_read}: run `dvc repro -f -s extract`"
+                    f"{CORPUS / STATE} lists {shard.rows} rows of {shard.filename}, and there are {counts.num_read}: "
+                    "run `dvc repro -f -s extract`"
                 )
-            yield split, counts, split in reused
+            yield task, counts, task in reused
 
 
-def key(
-    shard_digest: str, side: packing.Side | None, skipped_digest: str, spec: encoding.TokenizerSpec, code_digest: str
-) -> str:
+def key(split: Split, side: packing.Side | None, spec: encoding.TokenizerSpec, code_digest: str) -> str:
     """The digest of what decides the tokens of a split: its text, which documents, the tokenizer, the code.
 
     How they are cut into rows is not included, so that another `seq_length` encodes nothing again; but where there are
@@ -537,17 +529,18 @@ def key(
     """
     # Without the path: the tokenizer's digest decides, so a moved HF_HOME encodes nothing again.
     decisive = {name: value for name, value in spec._asdict().items() if name != "path"}
-    return publish.sha256_json(["pack", shard_digest, side, skipped_digest, decisive, code_digest])
+    skipped_rows = hashlib.sha256(split.skipped).hexdigest()
+    return publish.sha256_json(["pack", split.shard.sha256, side, skipped_rows, decisive, code_digest])
 
 
-def fetch_splits(splits: Sequence[ShardTask], store: reuse.Store[packing.Counts]) -> dict[ShardTask, packing.Counts]:
+def fetch_splits(tasks: Sequence[SplitTask], store: reuse.Store[packing.Counts]) -> dict[SplitTask, packing.Counts]:
     """Put the tokens of those splits that the store has in their places."""
-    with closing(workers.threaded_map(lambda split: store.fetch(split.key, split.tokens), splits)) as found:
-        return {split: counts for split, counts in zip(splits, found, strict=True) if counts is not None}
+    with closing(workers.threaded_map(lambda task: store.fetch(task.key, task.tokens), tasks)) as found:
+        return {task: counts for task, counts in zip(tasks, found, strict=True) if counts is not None}
 
 
 def encode_missing(
-    splits: Sequence[ShardTask],
+    tasks: Sequence[SplitTask],
     spec: encoding.TokenizerSpec,
     store: reuse.Store[packing.Counts],
     runtime: PackRuntime,
@@ -557,45 +550,43 @@ def encode_missing(
     A split is stored as soon as all of it is encoded, so that a run that fails later, or is killed, has not encoded it
     in vain.
     """
-    num_documents = sum(split.num_documents for split in splits)
-    # A task is a record batch, not a split: one large split then occupies all workers.
-    tasks = {split: list(tasks_of(split, spec)) for split in splits}
+    # A task of a worker is a record batch, not a split: one large split then occupies all workers.
+    batches_of = {task: list(batches(task, spec)) for task in tasks}
     encoding_all = workers.ordered_map(
         packing.encode,
-        [*chain.from_iterable(tasks.values())],
+        [*chain.from_iterable(batches_of.values())],
         runtime,
-        num_bytes=sum(split.shard.stat().st_size for split in splits),
+        num_bytes=sum(task.split.path.stat().st_size for task in tasks),
         ahead=AHEAD,
     )
     # Generators: a split is joined and stored while workers encode the next ones, up to AHEAD batches.
     with (
-        tqdm(total=num_documents, desc="pack", unit="document", disable=None) as bar,
+        tqdm(total=sum(task.split.shard.rows for task in tasks), desc="pack", unit="document", disable=None) as bar,
         closing(encoding_all) as results,
     ):
-        for split, batches in tasks.items():
+        for task, own in batches_of.items():
             encoded = []
-            for result in islice(results, len(batches)):  # in their order, so these are the split's own
+            for result in islice(results, len(own)):  # in their order, so these are the split's own
                 encoded.append(result)
                 bar.update(result.counts.num_read)
             counts = packing.Counts.total(result.counts for result in encoded)
-            files = [(batch.target, result.sha256) for batch, result in zip(batches, encoded, strict=True)]
-            sha256 = packing.join(files, split.tokens)
+            files = [(batch.target, result.sha256) for batch, result in zip(own, encoded, strict=True)]
+            sha256 = packing.join(files, task.tokens)
             # Again, as the tokens are stored under it: another run of extract may have replaced the corpus.
-            check_files({split.shard: split.sha256}, arrow.CHANGED)
-            store.put(split.key, split.tokens, sha256, counts)  # before the next split is waited for
+            check_files({task.split.path: task.split.shard.sha256}, arrow.CHANGED)
+            store.put(task.key, task.tokens, sha256, counts)  # before the next split is waited for
             yield counts
 
 
-def tasks_of(split: ShardTask, spec: encoding.TokenizerSpec) -> Iterator[packing.BatchTask]:
-    """The tasks that encode a split: one for each of its record batches."""
-    for offset, rows in packing.batches_of(split.shard, split.skipped):
-        yield packing.BatchTask(
-            split.shard, offset, spec, split.tokens.with_name(f"{split.tokens.name}-{offset}"), split.side, rows
-        )
+def batches(task: SplitTask, spec: encoding.TokenizerSpec) -> Iterator[packing.BatchTask]:
+    """What encodes a split: a task for each of its record batches."""
+    path, tokens = task.split.path, task.tokens
+    for offset, rows in packing.batches_of(path, task.split.skipped):
+        yield packing.BatchTask(path, offset, spec, tokens.with_name(f"{tokens.name}-{offset}"), task.side, rows)
 
 
 def write_rows(
-    splits: Iterable[tuple[ShardTask, packing.Counts, bool]],
+    splits: Iterable[tuple[SplitTask, packing.Counts, bool]],
     target: Path,
     spec: encoding.TokenizerSpec,
     features: arrow.Features,
@@ -611,12 +602,11 @@ def write_rows(
             if spec.chat
             else packing.RowWriter(stream, params.seq_length, max_batch_tokens)
         )
-        for split, of_split, is_reused in splits:
-            writer.add_file(split.tokens, spec)
-            split.tokens.unlink()  # the store keeps them
+        for task, of_split, is_reused in splits:
+            writer.add_file(task.tokens, spec)
+            task.tokens.unlink()  # the store keeps them
             counts.append(of_split)
-            is_other_side = split.side is not None and split.side.is_held_out
-            if split.num_documents > len(split.skipped) // 8 and not is_other_side:
+            if task.split.rows and not (task.side and task.side.is_held_out):
                 are_reused.append(is_reused)
         shard = writer.close()
     total = packing.Counts.total(counts)

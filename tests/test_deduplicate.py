@@ -302,8 +302,10 @@ def test_a_long_text_is_computed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> N
     assert np.array_equal(shingles_of(text), wanted)
 
 
-def encode(**params: Any) -> None:
-    pack(PackParams(**{"seq_length": 8, "validation_splits": 1, **params}), PackRuntime(num_workers=1, reuse_gib=1))
+def encode(**params: Any) -> str:
+    return pack(
+        PackParams(**{"seq_length": 8, "validation_splits": 1, **params}), PackRuntime(num_workers=1, reuse_gib=1)
+    )
 
 
 def tokens() -> dict[str, list[int]]:
@@ -332,6 +334,16 @@ def test_pack_makes_the_rows_of_a_corpus_without_what_is_skipped(params: dict[st
     encode(**params)
     assert tokens() == found
     assert not set(map(str, dropped()))
+
+
+def test_tokens_are_found_again_where_the_same_rows_are_skipped() -> None:
+    make_model()
+    for first in (["the same text", "another one"], ["another one", "the same text"]):  # another row stays
+        make_corpus([first, ["the same text", "a third one"], ["held out"]])
+        run("exact")
+        printed = encode()
+    assert {place: kept for place, (kept, *_) in dropped().items()} == {(1, 0): (0, 1)}
+    assert printed.endswith("2 of 3  splits reused")
 
 
 def test_of_two_versions_none_is_held_out(capsys: pytest.CaptureFixture[str]) -> None:

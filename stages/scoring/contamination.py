@@ -7,6 +7,7 @@ The grams of all items are in memory. Workers read the documents, a split of the
 these grams is kept, so that the next run does not read it again.
 """
 
+import hashlib
 import tempfile
 from contextlib import closing
 from functools import lru_cache
@@ -99,10 +100,10 @@ def search_corpus(wanted: Hashes, tokens: str, runtime: workers.Runtime) -> NDAr
         decides = ["contamination", publish.sha256_file(grams), code.digest_with_packages(__name__)]
         tasks = [
             SearchTask(
-                CORPUS / shard.filename, shard.sha256, rows.tobytes(), held_out, grams, Path(directory, shard.filename),
-                store, publish.sha256_json([*decides, shard.sha256, digest, held_out]),
+                CORPUS / shard.filename, shard.sha256, rows, held_out, grams, Path(directory, shard.filename), store,
+                publish.sha256_json([*decides, shard.sha256, hashlib.sha256(rows).hexdigest(), held_out]),
             )
-            for shard, rows, digest in zip(corpus.shards, skips.rows, skips.digests, strict=True)
+            for shard, rows in zip(corpus.shards, skips.rows, strict=True)
             if (held_out := packed.train_shards.get(shard.filename)) is not None
         ]  # fmt: skip
         is_found, sizes = np.zeros(len(wanted), np.bool_), [task.shard.stat().st_size for task in tasks]

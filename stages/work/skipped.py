@@ -1,6 +1,5 @@
 """data/duplicates: the rows of the corpus that `deduplicate` found, and that `pack` skips. A shard for each split."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,10 +48,8 @@ class _DuplicateMetrics(DataMetrics):
 class Skipped(NamedTuple):
     """The rows of each split that are skipped."""
 
-    rows: list[Rows]
-    """In order, (n,) of each split."""
-    digests: list[str]
-    """SHA-256 of each of these lists."""
+    rows: list[bytes]
+    """Of each split, in order, as int64."""
     fingerprint: str
     """Of the corpus, and of what is skipped of it."""
 
@@ -73,11 +70,9 @@ def read(corpus: Dataset) -> Skipped:
     found = fingerprint(corpus, duplicates)
     if (record.source, record.fingerprint) != (corpus.fingerprint, found):
         raise StageError(f"{DUPLICATES} is of another corpus: run `dvc repro -f -s deduplicate`")
-    rows = [np.concatenate([np.empty(0, np.int64), *map(np.from_dlpack, _columns(path))])
-            for path in duplicates.files(DUPLICATES)]  # fmt: skip
-    return Skipped(rows, [shard.sha256 for shard in duplicates.shards], found)
+    return Skipped([*map(_rows, duplicates.files(DUPLICATES))], found)
 
 
-def _columns(path: Path) -> Iterator[pa.Array]:
-    for offset in arrow.batch_offsets(path):
-        yield arrow.read_batch(path, offset)["row"]
+def _rows(path: Path) -> bytes:
+    batches = (arrow.read_batch(path, offset) for offset in arrow.batch_offsets(path))
+    return b"".join(np.from_dlpack(batch["row"]).tobytes() for batch in batches)
