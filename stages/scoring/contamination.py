@@ -9,7 +9,6 @@ these grams is kept, so that the next run does not read it again.
 
 import hashlib
 import tempfile
-from contextlib import closing
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from stages.base import code, publish
 from stages.base.dataset import Dataset
@@ -107,13 +105,9 @@ def search_corpus(wanted: Hashes, tokens: str, runtime: workers.Runtime) -> NDAr
             if (held_out := packed.train_shards.get(shard.filename)) is not None
         ]  # fmt: skip
         is_found, sizes = np.zeros(len(wanted), np.bool_), [task.shard.stat().st_size for task in tasks]
-        with (
-            tqdm(total=sum(sizes), desc="contamination", unit="B", unit_scale=True, disable=None) as bar,
-            closing(workers.ordered_map(search, tasks, runtime, num_bytes=sum(sizes))) as searched,
-        ):
-            for task, size, _ in zip(tasks, sizes, searched, strict=True):
-                is_found |= np.fromfile(task.target, np.bool_)
-                bar.update(size)
+        workers.tracked_map(search, tasks, sizes, runtime, "contamination")
+        for task in tasks:
+            is_found |= np.fromfile(task.target, np.bool_)
     return is_found
 
 
