@@ -49,11 +49,8 @@ class DeduplicateParams:
 
 
 @dataclass(frozen=True)
-class DeduplicateRuntime(workers.Runtime):
+class DeduplicateRuntime(reuse.Runtime):
     """What changes no result."""
-
-    reuse_gib: Annotated[float, Field(ge=0)]
-    """Disk space for results of earlier runs, in GiB. What outputs and DVC's cache occupy anyway does not count."""
 
 
 @dataclass(frozen=True)

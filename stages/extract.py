@@ -101,11 +101,8 @@ class ExtractParams:
 
 
 @dataclass(frozen=True)
-class ExtractRuntime(workers.Runtime):
+class ExtractRuntime(reuse.Runtime):
     """What changes no result."""
-
-    reuse_gib: Annotated[float, Field(ge=0)]
-    """Disk space for results of earlier runs, in GiB. What outputs and DVC's cache occupy anyway does not count."""
 
 
 @dataclass(frozen=True)

@@ -73,11 +73,8 @@ class PackParams:
 
 
 @dataclass(frozen=True)
-class PackRuntime(workers.Runtime):
+class PackRuntime(reuse.Runtime):
     """What changes no result."""
-
-    reuse_gib: Annotated[float, Field(ge=0)]
-    """Disk space for results of earlier runs, in GiB. What outputs and DVC's cache occupy anyway does not count."""
 
 
 class Split(NamedTuple):

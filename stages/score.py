@@ -14,9 +14,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 
 from stages.base import command, outputs, publish
 from stages.base.files import check_files
@@ -32,7 +31,7 @@ from stages.model.manifest import ModelManifest
 from stages.scoring import contamination, packages, public
 from stages.scoring.fetch import fetch
 from stages.scoring.request import Measured, Measurements, Model, Request, Terms, ask_ranks
-from stages.work import reuse, workers
+from stages.work import reuse
 
 
 @dataclass(frozen=True)
@@ -50,13 +49,11 @@ class ScoreParams:
 
 
 @dataclass(frozen=True)
-class ScoreRuntime(workers.Runtime):
+class ScoreRuntime(reuse.Runtime):
     """What changes no result."""
 
     nproc_per_node: PositiveInt | None
     """Ranks; null: one per GPU, or 2 where there is none."""
-    reuse_gib: Annotated[float, Field(ge=0)]
-    """Disk space for results of earlier runs, in GiB."""
     timeout_minutes: PositiveFloat
     """How long a rank may take for one thing, such as a chunk of requests."""
 

@@ -15,18 +15,27 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from stages.base import publish
 from stages.base.files import WRITTEN, DamagedFile, check_files, compare, read_sealed, write_sealed
+from stages.work import workers
 
 Value = TypeVar("Value")
 
 _FILE, _VALUE = "file", "value.json"
 _TEMPORARY = ".tmp"  # the end of the name of an entry that is being published
 _SECONDS_TO_PUBLISH = 24 * 3600  # an older temporary entry belongs to a process that was killed
+
+
+@dataclass(frozen=True)
+class Runtime(workers.Runtime):
+    """Of a stage that keeps results."""
+
+    reuse_gib: Annotated[float, Field(ge=0)]
+    """Disk space for results of earlier runs, in GiB. What outputs and DVC's cache occupy anyway does not count."""
 
 
 def root() -> Path:
