@@ -247,7 +247,7 @@ def find(
                 has_signatures=is_near,
                 target=Path(temporary, f"signed-{index}"),
                 store=store,
-                key=publish.sha256_json(["deduplicate", shard.sha256, is_near, signatures.UNICODE, code_digest]),
+                key=publish.sha256_json(["deduplicate", shard.sha256, is_near, code_digest]),
             )
             for index, shard in enumerate(corpus.shards)
         ]

@@ -8,7 +8,6 @@ their minimum at the same shingle estimates it (Broder, 1997), and 16 bits of ea
 
 import hashlib
 import json
-import unicodedata
 from collections.abc import Iterator
 from functools import cache
 from hashlib import blake2b
@@ -32,9 +31,6 @@ Little-endian: on a cluster one machine may read what another one wrote. Its siz
 which aligns the signatures."""
 SIGNATURE = np.dtype("<u2")
 _HASHED = 1 << 14  # shingles at once, which stay in the processor's cache
-
-UNICODE = unicodedata.unidata_version
-"""Decides what is a letter: part of the key in the store."""
 
 
 class SignTask(NamedTuple):
