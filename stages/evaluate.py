@@ -66,18 +66,6 @@ class EvaluateRuntime:
     """How long a rank may take for one thing, such as a batch."""
 
 
-@dataclass(frozen=True)
-class Metrics:
-    """Content of metrics.json: each name is a column of `dvc exp show`, so there are few.
-
-    They are of the exported weights on all held-out rows, and null without such rows.
-    """
-
-    validation_loss: float | None
-    perplexity: float | None
-    bits_per_byte: float | None
-
-
 def main() -> None:
     """Run the stage."""
     command.parser(__doc__).parse_args()
@@ -146,10 +134,15 @@ def evaluate(
 def write(evaluation: Evaluation) -> None:
     """Write the evaluation and the metrics, and print the losses."""
     validation = evaluation.validation
-    metrics = (validation.loss, validation.perplexity, validation.bits_per_byte) if validation else (None, None, None)
+    # Each name is a column of `dvc exp show`, so there are few; null without held-out rows.
+    metrics = {
+        "validation_loss": validation and validation.loss,
+        "perplexity": validation and validation.perplexity,
+        "bits_per_byte": validation and validation.bits_per_byte,
+    }
     with publish.together(outputs.EVALUATION, outputs.METRICS):
         evaluation.write(outputs.EVALUATION)
-        publish.write_json(outputs.METRICS, Metrics(*metrics))
+        publish.write_json(outputs.METRICS, metrics)
     cost, warning = rounding_texts(evaluation)
     if cost:
         print(f"note: {cost}")
