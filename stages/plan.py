@@ -388,13 +388,13 @@ def _warn_of_schedule(params: TrainParams, plan: Plan) -> None:
 
 
 def _warn_of_held_out(plan: Plan) -> None:
-    """Warn where few rows are held out."""
+    """Warn where splits have few of the rows; a `validation_fraction` is what somebody wants."""
     if plan.validation_rows:
         share = plan.validation_rows / (plan.training_rows + plan.validation_rows)
-        if share < _LEAST_HELD_OUT:
+        if share < _LEAST_HELD_OUT and PackMetrics.read(METRICS).origin.params["validation_fraction"] is None:
             print(
                 f"warning: only {share:.1%} of the rows are held out: splits have equal numbers of files, not of "
-                "tokens: raise validation_splits"
+                "tokens: set validation_fraction, such as 0.05"
             )
 
 

@@ -23,6 +23,7 @@ from torch.profiler import profile, record_function
 
 from stages import plan
 from stages.base.errors import StageError
+from stages.base.origin import Origin
 from stages.base.packed import PackedTokens
 from stages.base.params_file import load_params
 from stages.building import sharded_model
@@ -39,7 +40,7 @@ from stages.training.optimizer import make_optimizer
 from stages.training.params import TrainParams
 from stages.training.precision import make_grad_scaler
 from stages.training.step import train_step
-from tests.artifacts import write_model
+from tests.artifacts import write_model, write_pack_metrics
 from tests.models import CONFIGS, SIZES, manifest_of
 from tests.project import REPO, Project
 
@@ -339,7 +340,10 @@ def test_the_plan_says_what_is_trained_and_held_out(
     planned(export_dtype="bf16")
     assert here.json("outputs/plan.json")["model_bytes"] == 2 * written["parameters"] == written["model_bytes"] / 2
     monkeypatch.setattr(plan, "_LEAST_HELD_OUT", 0.13)
-    assert "warning: only 12.7% of the rows are held out: splits have equal numbers of files" in planned()
+    few = "warning: only 12.7% of the rows are held out: splits have equal numbers of files"
+    for fraction in (None, 0.127):  # somebody wants few
+        write_pack_metrics("", origin=Origin({"validation_fraction": fraction}, {}))
+        assert (few in planned()) == (fraction is None)
 
 
 def test_what_a_later_stage_would_refuse_is_refused(planned: Callable[..., str], here: Project) -> None:
