@@ -114,7 +114,7 @@ def evaluate(
         model=str(directory),
         weights=[*lineage.weights],
         # Where it has weights but is not on this machine, an error: without its samples this would be another result.
-        initial=str(model.directory()) if params.eval_samples and model.weights else None,
+        initial=str(model.verify()) if params.eval_samples and model.weights else None,
         initial_weights=model.weights,
         layer_classes=model.layer_classes,
         eos_token_id=model.eos_token_id,

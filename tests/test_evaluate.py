@@ -485,6 +485,12 @@ def move_initial_model() -> None:
     replace(describe_model(), model_name="gone").write()
 
 
+def train_initial_model_further() -> None:
+    shutil.copytree(MODEL, "initial")
+    replace(describe_model(), model_name="initial").write()
+    flip_bit(Path("initial/model.safetensors"), -1)
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -494,10 +500,11 @@ def move_initial_model() -> None:
         (pack_other_rows, r"validation has other rows than the training measured: run `dvc repro"),
         (export_another_run, r"history\.tsv is not of the run that made outputs/exp/model: run `dvc repro e"),
         (move_initial_model, r"model_name: the directory 'gone' is gone; put it back"),
+        (train_initial_model_further, r"initial/model\.safetensors is damaged .*: put it back, or run `dvc r"),
         (lambda: write_history(4.5, math.nan), "was nan at step 3: the training has diverged. Lower lr"),
         (lambda: write_history(4.5, math.inf), "was inf at step 3: the training has diverged. Lower lr"),
     ],
-    ids=["weights", "no lineage", "rows", "other rows", "other run", "initial model", "nan", "inf"],
+    ids=["weights", "no lineage", "rows", "other rows", "other run", "no initial model", "initial model", "nan", "inf"],
 )
 def test_what_is_damaged_or_of_another_training_is_refused(change: Callable[[], object], problem: str) -> None:
     write_params(eval_samples=1)
