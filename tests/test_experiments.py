@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -77,6 +78,37 @@ def test_a_relative_checkpoint_root_is_not_in_the_copy_that_dvc_deletes(monkeypa
         assert checkpoint_root("exp") == Path(expected)
 
 
+def begin(project: Project, stages: dict[str, Any], params: str, command: str, **environment: str) -> None:
+    """Make the first commit of a small pipeline, after a command has run it."""
+    (project / "dvc.yaml").write_text(yaml.safe_dump({"stages": stages}))
+    (project / "params.yaml").write_text(params)
+    (project / ".gitignore").write_text("/outputs\n/.venv\n")
+    (project / ".dvc").mkdir()
+    (project / ".dvc/config").write_text("[core]\n    analytics = false\n")
+    (project / ".dvc/.gitignore").write_text("/tmp\n/cache\n")
+    for each in ("git init -q", "git config user.name test", "git config user.email test@example.com", command,
+                 "git add .", "git commit -qm first"):  # fmt: skip
+        project.run(*each.split(" "), **environment)
+
+
+def test_before_the_first_evaluation_there_is_a_table_without_losses(empty_project: Path) -> None:
+    project = Project(empty_project)
+    stages = {
+        "train": {
+            "cmd": """mkdir -p outputs && echo '{"steps": ${lr}}' > outputs/cost.json""",
+            "metrics": ["outputs/cost.json"],
+        },
+        "evaluate": {"cmd": "false", "deps": ["outputs/cost.json"], "metrics": ["outputs/metrics.json"]},
+    }
+    shutil.copy(REPO / "Makefile", project.path)
+    (project / ".venv").symlink_to(Path(sys.prefix))
+    begin(project, stages, "lr: 1\n", "dvc repro train")
+    assert [row[0] for row in table(project)][:2] == ["Experiment", "workspace"]
+    project.run("dvc", "exp", "run", "-n", "high", "-S", "lr=2", "train")
+    header, *_, experiment = table(project)
+    assert (header, experiment[2:]) == (["Experiment", "steps", "lr"], ["[high]", "2", "2"])
+
+
 def test_a_model_stays_when_another_experiment_has_its_turn(empty_project: Path) -> None:
     """A pipeline with the outs of ours; `exp run` begins with `dvc checkout`, which would delete what no stage has."""
     project = Project(empty_project)
@@ -96,16 +128,8 @@ def test_a_model_stays_when_another_experiment_has_its_turn(empty_project: Path)
             "outs": ["outputs/metrics.json"],
         },
     }
-    (project / "dvc.yaml").write_text(yaml.safe_dump({"stages": stages}))
-    (project / "params.yaml").write_text("experiment_name: first\n")
-    (project / ".gitignore").write_text("/outputs\n")
-    (project / ".dvc").mkdir()
-    (project / ".dvc/config").write_text("[core]\n    analytics = false\n")
-    (project / ".dvc/.gitignore").write_text("/tmp\n/cache\n")
     environment = {"PYTHONPATH": str(REPO)}
-    for command in ("git init -q", "git config user.name test", "git config user.email test@example.com", "dvc repro",
-                    "git add .", "git commit -qm first"):  # fmt: skip
-        project.run(*command.split(" "), **environment)
+    begin(project, stages, "experiment_name: first\n", "dvc repro", **environment)
     assert "up to date" in project.run("dvc", "status")
     project.run("dvc", "exp", "run", "-S", "experiment_name=second", **environment)
     for name in ("first", "second"):
