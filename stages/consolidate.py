@@ -126,14 +126,26 @@ def main() -> None:
 
 
 def _new_output(path: Path) -> Path:
-    """The directory that `--output` names, which is replaced if it is a model of this stage.
+    """The directory that `--output` names, which is replaced if all of it is a model of this stage.
 
     Raises:
         StageError: there is something else.
     """
     path = path.resolve()
-    if path.exists() and not (path / LINEAGE).is_file() and not (path.is_dir() and not any(path.iterdir())):
-        raise StageError(f"--output: {path} exists, and is no model of this pipeline: give a new or empty directory")
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return path
+    try:
+        lineage = Lineage.read(path / LINEAGE)
+    except StageError:
+        remedy = "give a new or empty directory"
+        raise StageError(f"--output: {path} exists, and is no model of this pipeline: {remedy}") from None
+    own = {*lineage.weights, *lineage.files, CARD, LINEAGE}
+    found = {str(each.relative_to(path)) for each in path.rglob("*") if not each.is_dir()}
+    if others := sorted(found - own):
+        raise StageError(
+            f"--output: {path} is replaced as a whole, and {others[0]} is not of its model: move it, or give a new or "
+            "empty directory"
+        )
     return path
 
 

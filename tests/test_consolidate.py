@@ -699,6 +699,12 @@ def test_any_checkpoint_gives_a_model(llama: Trained) -> None:
 def test_what_is_no_model_is_not_replaced(llama: Trained) -> None:
     Path("notes").mkdir()
     Path("notes/a.txt").write_text("mine")
+    run("--checkpoint", str(llama.directory), "--output", "model")
+    Path("model/gguf").mkdir()
+    Path("model/gguf/a.gguf").write_text("mine")
+    with pytest.raises(StageError, match=r"is replaced as a whole, and gguf/a\.gguf is not of its model: move it"):
+        run("--checkpoint", str(llama.directory), "--output", "model")
+    assert Path("model/gguf/a.gguf").read_text() == "mine"
     for output in (".", "outputs", "outputs/exp", "notes", "notes/a.txt"):
         with pytest.raises(StageError, match="exists, and is no model of this pipeline: give a new or empty directory"):
             run("--checkpoint", str(llama.directory), "--output", output)
