@@ -301,7 +301,7 @@ def _check_listed(path: Path, listed: dict[str, TensorEntry], expected: "Mapping
     differing = sorted(name for name in wanted.keys() | listed.keys() if wanted.get(name) != listed.get(name))
     if differing:
         lines = [f"  {name}: {_text(listed.get(name))} instead of {_text(wanted.get(name))}" for name in differing[:5]]
-        raise StageError(f"{path}: {len(differing)} tensors are not those of the model", *lines)
+        raise StageError(f"{path} differs from the model in {counted(len(differing), 'tensor')}", *lines)
 
 
 def _text(entry: TensorEntry | None) -> str:

@@ -114,9 +114,10 @@ def describe(params: DownloadParams) -> ModelManifest:
             dropped = meta.dropped(model, stored, meta.check_headers(model, stored))
             if dropped:
                 names = ", ".join([tensor.key for tensor in dropped[:5]] + ["..."] * (len(dropped) > 5))
+                number = sum(math.prod(each.shape) for each in dropped)
                 print(
-                    f"warning: {len(dropped)} tensors with {sum(math.prod(each.shape) for each in dropped):,} values "
-                    f"are dropped, as {type(model).__name__} does not have them: they are neither trained nor exported "
+                    f"warning: {counted(len(dropped), 'tensor')} with {counted(number, 'value')} dropped, as "
+                    f"{type(model).__name__} does not have them: they are neither trained nor exported "
                     f"({names})"
                 )
             meta.check_tied(model, stored, directory)

@@ -125,7 +125,7 @@ def evaluate(
         timeout_minutes=runtime.timeout_minutes,
         trained=find_trained(course, lineage, stored_dtype(directory)),
     )
-    print(f"evaluate: measuring {rows.num_rows:,} held-out rows", flush=True)  # it may take minutes
+    print(f"evaluate: measuring {summary.counted(rows.num_rows, 'held-out row')}", flush=True)  # it may take minutes
     measurements = measure(request, runtime.nproc_per_node)
     texts = {source: data.sources[f"{VALIDATION.name} {source}"] for source in rows.sources}
     return describe(measurements, data.validation, texts, lineage, course, stored_dtype(directory))

@@ -620,9 +620,9 @@ def remedies(refused: Iterable[str]) -> str:
 def too_few(wanted: TokenShard, rows: PackedRows, params: PackParams) -> str:
     """The error message for a shard without a single row."""
     name = f"{wanted.directory} of source {wanted.source}" if wanted.source else wanted.directory
-    message = f"{name} has {rows.num_tokens} tokens, too few for one row of seq_length {params.seq_length}: "
+    message = f"{name} has {counted(rows.num_tokens, 'token')}, too few for one row of seq_length {params.seq_length}: "
     if number := sum(split.num_skipped for split in wanted.splits):
-        message += f"deduplicate skips {number} documents of its splits: set it to null, or "
+        message += f"deduplicate skips {counted(number, 'document')} of its splits: set it to null, or "
     if rows.counts.refused:
         first = {refused.reason.partition(":")[0]: refused.reason for refused in reversed(rows.counts.first_refused)}
         reasons = ", ".join(f"{count} ({first.get(reason, reason)})" for reason, count in rows.counts.refused.items())

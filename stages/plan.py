@@ -25,7 +25,7 @@ from stages.base.errors import StageError, one_line
 from stages.base.files import JsonFile
 from stages.base.packed import METRICS, TRAIN, VALIDATION, PackedTokens, PackMetrics
 from stages.base.params_file import load_params
-from stages.base.summary import Row, table
+from stages.base.summary import Row, counted, table
 from stages.checkpointing.decision import decide, find
 from stages.checkpointing.layout import checkpoint_root, size_of
 from stages.checkpointing.run import describe
@@ -202,7 +202,8 @@ def measure_memory(
         accumulated = params.grad_accum_steps(num_ranks)
         _, size = params.fsdp.mesh_shape(num_ranks, num_ranks)
     except StageError as error:  # these ranks are assumed, others may train
-        print(f"warning: {num_ranks} ranks (plan.num_ranks) cannot train, and their memory is not known: {error}")
+        ranks = counted(num_ranks, "rank")
+        print(f"warning: {ranks} (plan.num_ranks) cannot train, and their memory is not known: {error}")
         return Memory(None, {}, "")
     if size != params.fsdp.mesh_shape(num_ranks, 1)[1]:
         print(
@@ -224,7 +225,8 @@ def measure_memory(
                 f"{seq_length:,}"
             )
     else:
-        step = f" = {params.describe_ranks(num_ranks)} x {params.batch_size} rows x {accumulated} accumulation steps"
+        steps = counted(accumulated, "accumulation step")
+        step = f" = {params.describe_ranks(num_ranks)} x {counted(params.batch_size, 'row')} x {steps}"
     try:
         peak = peak_memory.measure(model, chosen, num_ranks, seq_length, rows=rows, device_memory=limit)
         peaks = peak_memory.make_table(model, chosen, num_ranks, seq_length, limit, rows) if limit else {}
@@ -325,9 +327,9 @@ def check_disk(params: TrainParams, runtime: TrainRuntime, plan: Plan) -> None:
     free = shutil.disk_usage(disk).free + size_of(earlier)
     if free < needed:
         raise StageError(
-            f"{root}: No space left on device: {num_checkpoints} checkpoints and the model need {format_gib(needed)}, "
-            f"and {format_gib(free)} are free: free some space, lower runtime.keep_checkpoints, or set CHECKPOINT_ROOT "
-            "to a larger disk, and run again"
+            f"{root}: No space left on device: {counted(num_checkpoints, 'checkpoint')} and the model need "
+            f"{format_gib(needed)}, and {format_gib(free)} are free: free some space, lower runtime.keep_checkpoints, "
+            "or set CHECKPOINT_ROOT to a larger disk, and run again"
         )
 
 

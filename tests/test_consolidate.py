@@ -402,10 +402,10 @@ def test_a_source_file_that_is_missing_or_changed_is_named(llama: Trained, name:
 @pytest.mark.parametrize(
     ("where", "changed", "problem"),
     [
-        ("manifest", {NORM: None}, f"of the model\n  {NORM}: no tensor instead of float32 [24]"),
-        ("manifest", {"other": torch.zeros(2)}, "of the model\n  other: float32 [2] instead of no tensor"),
-        ("manifest", {NORM: torch.zeros(23)}, f"of the model\n  {NORM}: float32 [23] instead of float32 [24]"),
-        ("manifest", {NORM: torch.zeros(24).half()}, f"of the model\n  {NORM}: float16 [24] instead of float32 [24]"),
+        ("manifest", {NORM: None}, f"in 1 tensor\n  {NORM}: no tensor instead of float32 [24]"),
+        ("manifest", {"other": torch.zeros(2)}, "in 1 tensor\n  other: float32 [2] instead of no tensor"),
+        ("manifest", {NORM: torch.zeros(23)}, f"in 1 tensor\n  {NORM}: float32 [23] instead of float32 [24]"),
+        ("manifest", {NORM: torch.zeros(24).half()}, f"in 1 tensor\n  {NORM}: float16 [24] instead of float32 [24]"),
         ("shards", {NORM: None}, f"{NORM} is missing"),  # torch's own converter would write zeros
         ("shards", {"other": torch.zeros(2)}, "other is not expected"),
         ("shards", {NORM: torch.zeros(23)}, f"{NORM} is [23] torch.float32 instead of [24] torch.float32"),

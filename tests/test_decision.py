@@ -55,7 +55,7 @@ CASES = [
     Case("killed", "resume", "its own step-00000004", [4, 2], own=(2, 4)),
     Case("its own go before those with more steps", "resume", "its own step-00000004", [4],
          {"batch_size": 4}, own=(4,), others=(10,)),
-    Case("never", "start", "is never, so its 2 checkpoints are deleted", own=(2, 4), resume="never"),
+    Case("never", "start", "is never, which deletes 2 checkpoints", own=(2, 4), resume="never"),
     Case("never, and finished", "start", "is never", own=FINISHED, resume="never"),
     # Those of a run that computed the same until there.
     Case("less memory", "adopt", "identical until there", [10, 4], {"batch_size": 4}, others=(4, 10)),
@@ -258,7 +258,7 @@ def test_own_checkpoints_of_another_version_are_neither_skipped_nor_quarantined(
         with pytest.raises(StageError, match=r"step-0000000.* has the format 1.*continue the run with the version"):
             decision.begin(own, resume)
     assert len(list_checkpoints(own.directory)) == 2
-    assert "so its 2 checkpoints are deleted" in decision.begin(own, "never").reason
+    assert "which deletes 2 checkpoints" in decision.begin(own, "never").reason
     assert not list_checkpoints(own.directory)
 
 

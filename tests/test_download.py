@@ -488,7 +488,7 @@ def test_weights_that_transformers_drops_are_named(capsys: pytest.CaptureFixture
     change_weights(**{f"model.layers.46.{name}.weight": torch.ones(3, 2) for name in ("eh_proj", "enorm")})
     describe("model")
     assert capsys.readouterr().out.endswith(
-        "warning: 2 tensors with 12 values are dropped, as Glm4MoeForCausalLM does not have them: they are neither "
+        "warning: 2 tensors with 12 values dropped, as Glm4MoeForCausalLM does not have them: they are neither "
         "trained nor exported (model.layers.46.eh_proj.weight, model.layers.46.enorm.weight)\n"
     )
 

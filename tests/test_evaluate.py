@@ -317,7 +317,7 @@ def test_a_loss_that_differs_by_more_than_is_allowed_or_is_none_is_refused() -> 
     for loss in (1.75, 2.25):
         measure.check_export(found, LossSum(1, 2, 2 * loss))
     for loss in (1.74, 2.26, math.nan):
-        with pytest.raises(StageError, match=r"the loss on 1 held-out rows was 2 at step 3 .* nats, where 0.25 is"):
+        with pytest.raises(StageError, match=r"the loss on 1 held-out row was 2 at step 3 .* nats, where 0.25 is"):
             measure.check_export(found, LossSum(1, 2, 2 * loss))
 
 

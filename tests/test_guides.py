@@ -49,7 +49,7 @@ def test_the_commands_of_a_guide_run(reproduced: Project, name: str) -> None:
                 run = re.sub(text, other, run)
             printed[command] = reproduced.run("bash", "-c", run)
     if name == "quickstart":
-        assert "2 ranks x 2 rows x 1 accumulation steps" in printed["dvc repro plan"]
+        assert "2 ranks x 2 rows x 1 accumulation step" in printed["dvc repro plan"]
         assert (reproduced / "outputs/chat/adapter/adapter_model.safetensors").exists()
         assert printed[commands[-1]].strip(), "the model answers"
     if name == "reruns":

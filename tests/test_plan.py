@@ -443,7 +443,7 @@ def test_a_row_of_conversations_shows_what_is_trained_and_what_stays_free() -> N
     starts = torch.tensor([[1, 0, 0, 0, 1, 0, 0, 1, 0, 0]], dtype=torch.bool)
     words, row = ["<eos>", "user ", "assistant ", "yes", "<end>"], [1, 2, 3, 4, 1, 2, 4, 0, 0, 0]
     assert shown(words, row, {0, 4}, marks=Marks(trained, starts)) == [
-        "  ⟦user assistant ⟧yes⟪<end>⟫", LINE, "  ⟦user assistant ⟧⟪<end>⟫", LINE, "  3 tokens stay free",
+        "  ⟦user assistant ⟧yes⟪<end>⟫", LINE, "  ⟦user assistant ⟧⟪<end>⟫", LINE, "  3 free tokens",
     ]  # fmt: skip
 
 

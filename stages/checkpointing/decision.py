@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from stages.base.errors import StageError
 from stages.base.files import DamagedFile, first_problem
 from stages.base.identity import RunIdentity
+from stages.base.summary import counted
 from stages.checkpointing import retention
 from stages.checkpointing.adoption import adopt
 from stages.checkpointing.layout import (
@@ -154,7 +155,7 @@ def decide(run: Run, resume: Resume, found: Found) -> Decision:
         path = _last_to_extend(run, found)
         return Decision("extend", [path], f"extending {path} with another schedule")
     if resume == "never" and found.own:
-        why = f"runtime.resume is never, so its {len(found.own)} checkpoints are deleted"
+        why = f"runtime.resume is never, which deletes {counted(len(found.own), 'checkpoint')}"
     elif not found.others:
         why = "there is no checkpoint to continue from"
     else:

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from stages.base.errors import StageError
 from stages.base.packed import VALIDATION
+from stages.base.summary import counted
 from stages.building import frozen_model
 from stages.evaluation import generation
 from stages.evaluation.request import (
@@ -136,7 +137,7 @@ def check_export(request: Request, exported: LossSum) -> None:
         return
     change, remedy = change_of_export(stored_dtype(request.directory), trained.lora_base)
     losses = (
-        f"the loss on {exported.rows:,} held-out rows was {trained.loss:.6g} at step {trained.step} of the "
+        f"the loss on {counted(exported.rows, 'held-out row')} was {trained.loss:.6g} at step {trained.step} of the "
         f"training, and is {loss:.6g} with the exported weights: {loss - trained.loss:+.4g} nats, where "
         f"{trained.allowed:.4g} is allowed"
     )

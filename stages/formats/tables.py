@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stages.base.errors import one_line
+from stages.base.summary import counted
 from stages.formats import json_format, paths
 from stages.formats.limits import LIMITS, Limits
 from stages.formats.raw_content import Changed, RawContent, Rejected, may_be_changed, open_raw, state, verify_table
@@ -359,4 +360,4 @@ def read_delimited(content: RawContent, records: "Records", delimiter: str) -> N
         elif len(row) == len(names):
             records.add(paths.make_object([*zip(names, row, strict=True)]))
         elif row:  # not an empty line
-            records.reject(Rejected("invalid CSV", f"{len(row)} columns instead of {len(names)}"))
+            records.reject(Rejected("invalid CSV", f"{counted(len(row), 'column')} instead of {len(names)}"))

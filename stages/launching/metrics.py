@@ -9,6 +9,7 @@ import math
 from time import monotonic
 
 from stages.base.history import History, Row, Table, of_source
+from stages.base.summary import counted
 from stages.checkpointing.run import Run
 from stages.launching import flops
 from stages.launching.console import SILENT_SECONDS, Console
@@ -47,7 +48,7 @@ class MetricsLogger:
         if validation and validation.loss is not None:
             of_sources = [f"  {name} {_nan_if_none(loss):.4f}" for name, loss in validation.of_sources.items()]
             self.console.line(
-                f"step {step}: validation loss {validation.loss:.4f} ({validation.num_rows:,} rows)"
+                f"step {step}: validation loss {validation.loss:.4f} ({counted(validation.num_rows, 'row')})"
                 + "".join(of_sources)
             )
         if step % self._params.history_freq == 0 or (validation and validation.loss is not None) or is_last:

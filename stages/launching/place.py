@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from stages.base.summary import counted
 from stages.checkpointing.layout import CheckpointManifest
 from stages.checkpointing.run import compare, packages
 from stages.checkpointing.state import Place
@@ -123,8 +124,8 @@ def start_line(params: TrainParams, mesh: DeviceMesh) -> str:
         strategy += f" in groups of {size}"
     accumulated = params.grad_accum_steps(num_ranks)
     batch = (
-        f"{params.total_batch_size} = {params.describe_ranks(num_ranks)} x {params.batch_size} rows x {accumulated} "
-        "accumulation steps"
+        f"{params.total_batch_size} = {params.describe_ranks(num_ranks)} x {counted(params.batch_size, 'row')} x "
+        f"{counted(accumulated, 'accumulation step')}"
     )
     if params.attention == "padded":
         batch = f"{params.total_batch_size} rows in passes of up to {params.batch_size} rows"
@@ -143,7 +144,7 @@ def start_line(params: TrainParams, mesh: DeviceMesh) -> str:
         "deterministic": params.deterministic,
         f"memory {memory_gib()[0]:.2f} of {total / 2**30:.2f} GiB before the first step": True,
     }
-    ranks = f"{num_ranks} ranks" if num_ranks > 1 else "1 rank"
+    ranks = counted(num_ranks, "rank")
     num_nodes = num_ranks // int(os.environ["LOCAL_WORLD_SIZE"])
     if num_nodes > 1:
         interface = os.environ.get("NCCL_SOCKET_IFNAME" if mesh.device_type == "cuda" else "GLOO_SOCKET_IFNAME")

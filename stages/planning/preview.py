@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from stages.base.summary import counted
 from stages.forward.batch import Marks, make_batch
 
 LEGEND = (
@@ -54,13 +55,14 @@ def render(
     lines = []
     for start, end in documents[:_MAX_DOCUMENTS]:
         if marks and {*tokens[start:end]} == {eos_token_id}:
-            lines.append(f"  {end - start:,} tokens stay free")
+            lines.append(f"  {counted(end - start, 'free token')}")
             continue
         lines += _wrap(_elide(_mark(tokens[start:end], is_predicted[start:end], special, decode)))
         if end in ends:
             lines.append(f"  {'-' * 8}")
     if hidden := documents[_MAX_DOCUMENTS:]:
-        lines.append(f"  ... {len(hidden)} more documents with {len(tokens) - hidden[0][0]:,} tokens")
+        number = len(tokens) - hidden[0][0]
+        lines.append(f"  ... {counted(len(hidden), 'more document')} with {counted(number, 'token')}")
     return "\n".join(lines)
 
 

@@ -201,7 +201,7 @@ def test_the_accumulation_follows_from_the_ranks_and_the_total_stays(
     ranks.run(local)
     variables = {"TOTAL_BATCH_SIZE": "16", "BATCH_SIZE_PER_DEVICE": "8"}
     output = completed(cluster, submit(cluster, reproduced, "--nodes=2", "slurm/train.sbatch", **variables))
-    assert "batch 16 = 2 ranks x 8 rows x 1 accumulation steps" in output
+    assert "batch 16 = 2 ranks x 8 rows x 1 accumulation step" in output
     assert weights(reproduced, 6) == weights(local, 6)
     variables["LEARNING_RATE"] = "1e-4"  # another run
     output = completed(cluster, submit(cluster, reproduced, "slurm/train.sbatch", **variables))
