@@ -10,12 +10,14 @@ import dataclasses
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 from pydantic import Field, PositiveInt
 
@@ -51,7 +53,9 @@ _MUCH_PADDING = 0.3
 """Of the tokens that are computed; more is worth a warning."""
 
 _NUM_SHOWN = 3
-"""Rows in rows.txt, the first ones of the first step."""
+"""Rows in rows.txt, the first ones of the training."""
+_NUM_SEARCHED = 1000
+"""Rows among which there should be one of a conversation, where there are conversations."""
 
 
 @dataclass(frozen=True)
@@ -286,7 +290,7 @@ def _print_context_parallel(
 
 
 def preview(params: TrainParams, model: ModelManifest) -> str:
-    """The first rows of the first step, as text.
+    """The first rows of the training, as text, and one of a conversation and one of documents where there are both.
 
     Raises:
         StageError: they cannot be read.
@@ -301,15 +305,31 @@ def preview(params: TrainParams, model: ModelManifest) -> str:
     special.add(model.eos_token_id)
     try:
         tokens = TokenRows(TRAIN)
-        indices = RowOrder(params, len(tokens), tokens.sources).step(0)[:_NUM_SHOWN]
+        order = RowOrder(params, len(tokens), tokens.sources)
+        steps = range(-(-_NUM_SEARCHED // params.total_batch_size))
         decode, texts = partial(tokenizer.decode, skip_special_tokens=False), []
-        for index in indices:
-            (row,), marks = tokens.rows(index[None]), read_marks(tokens, index[None])
+        for index in shown(tokens, chain.from_iterable(map(order.step, steps))):
+            (row,), marks = tokens.rows(np.array([index])), read_marks(tokens, np.array([index]))
             text = render(row, decode, model.eos_token_id, special, params.document_mask, marks)
             texts.append(f"row {index}\n{text}")
     except (pa.ArrowException, ArithmeticError, LookupError, ValueError) as error:  # of damaged files; train verifies
         raise StageError(f"{TRAIN} cannot be read ({one_line(error)}): run `dvc repro -f -s pack`") from None
     return "\n\n".join([LEGEND, *texts]) + "\n"
+
+
+def shown(tokens: TokenRows, indices: Iterable[np.int64]) -> list[np.int64]:
+    """The first of these rows; the last gives way to one of a conversation, or of documents, where they have none."""
+    rest = iter(indices)
+    first = [*islice(rest, _NUM_SHOWN)]
+
+    def is_trained(index: np.int64) -> bool:
+        marks = tokens.marks(np.array([index]))
+        return marks is None or bool(marks[0].all())
+
+    kinds = {is_trained(index) for index in first}
+    if len(kinds) == 1:
+        first[-1] = next((index for index in rest if is_trained(index) not in kinds), first[-1])
+    return first
 
 
 def check_disk(params: TrainParams, runtime: TrainRuntime, plan: Plan) -> None:
