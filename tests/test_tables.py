@@ -536,6 +536,15 @@ def test_trap_34_a_bomb_needs_no_more_memory_than_it_may() -> None:
     assert read_rows() == ["good"]
 
 
+def test_the_record_batches_of_a_large_file_are_found_with_little_memory() -> None:
+    batch = pa.record_batch([pa.array(["a" * 30_000])], ["text"])
+    with open("large.arrow", "wb") as file, pa.ipc.new_stream(file, batch.schema) as stream:
+        for _ in range(10_000):
+            stream.write_batch(batch)
+    code = "from stages.splits.tables import *; assert count_units(Path('large.arrow')) == 10_000"
+    assert peak_memory(code) < 200
+
+
 def test_the_limit_of_memory_is_lifted_again(monkeypatch: pytest.MonkeyPatch) -> None:
     before = resource.getrlimit(resource.RLIMIT_DATA)
     data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()

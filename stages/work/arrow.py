@@ -6,6 +6,7 @@ them, and a record that turns out to be unreadable can be cut off again.
 
 import hashlib
 import json
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -158,19 +159,22 @@ def find_batches(path: Path) -> Iterator[int]:
     Raises:
         ValueError: it has dictionaries.
     """
-    with pa.memory_map(str(path)) as file:  # a body is skipped, not read
-        if file.read(len(FILE_MARK)) != FILE_MARK:
-            file.seek(0)
-        pa.ipc.read_message(file)  # the schema
-        while True:
-            offset = file.tell()
-            try:
-                message = pa.ipc.read_message(file)
-            except EOFError:  # the end of the stream: pyarrow has no list of batches in this format
-                return
-            if message.type != "record batch":
-                raise ValueError(f"it has a {message.type}")
-            yield offset
+    with path.open("rb") as opened:
+        pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    file = pa.BufferReader(pages)  # a body is skipped, not read
+    if file.read(len(FILE_MARK)) != FILE_MARK:
+        file.seek(0)
+    pa.ipc.read_message(file)  # the schema
+    while True:
+        offset = file.tell()
+        try:
+            message = pa.ipc.read_message(file)
+        except EOFError:  # the end of the stream: pyarrow has no list of batches in this format
+            return
+        if message.type != "record batch":
+            raise ValueError(f"it has a {message.type}")
+        pages.madvise(mmap.MADV_DONTNEED)  # or small batches would leave the entire file in the memory of the process
+        yield offset
 
 
 def batch_offsets(path: Path) -> list[int]:
