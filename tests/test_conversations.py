@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from stages.base.errors import StageError
 from stages.tokenizing import chat_template
@@ -512,6 +512,25 @@ def test_an_eos_token_that_text_may_contain_is_refused() -> None:
     )
     with pytest.raises(StageError, match="is a character that text may contain"):
         ConversationEncoder(spec)
+
+
+@pytest.mark.parametrize(("end", "is_found"), [("<|im_end|>", False), (" <|im_end|>", True)])
+def test_special_tokens_are_found_as_the_model_s_own_tokenizer_finds_them(end: str, is_found: bool) -> None:
+    """Files of old conversions normalize them: Llama's then finds `▁<|im_end|>`, and takes the rest for text."""
+    tokens = [EOS, *SPECIAL, *sorted({*CHATML, *"Hi there▁"})]
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, []))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=True) for token in [EOS, *SPECIAL]])
+    template = CHATML.replace("<|im_start|>", "").replace("<|im_end|>\n", end)
+    encoded = encoder_of(template, tokenizer).encode(json.dumps(turns("Hi", "there", "Hi Hi", "there")))
+    whole = f"user\nHi{end}assistant\nthere{end}user\nHi Hi{end}assistant\nthere{end}"
+    ids = tokenizer.encode(whole, add_special_tokens=False).ids
+    assert (tokens.index("<|im_end|>") in ids) == is_found
+    if is_found:
+        assert isinstance(encoded, Encoded), encoded
+        assert [token & ID_MASK for token in encoded.tokens.tolist()] == ids
+    else:
+        assert "takes a special token of the chat template for text" in str(encoded)
 
 
 def test_the_template_for_base_models_reads_lists_of_parts_and_no_content() -> None:

@@ -273,8 +273,16 @@ class ConversationEncoder:
         ids = np.array(encoding.ids, np.uint32)
         if (length := num_before + len(ids)) > self._chat.seq_length:
             raise Refused(f"longer than a row: {length:,} tokens, and seq_length is {self._chat.seq_length:,}")
-        written = sum(self._ids[name] in self._counted for name in self._renamed.findall(text))
-        if np.isin(ids, [*self._counted]).sum() != written:
+        names = [*self._renamed.finditer(text)]
+        # A normalizer may drop the first character of a name.
+        inside = {index for name in names for index in range(name.start() + 2, name.end())}
+        if not inside.isdisjoint(begin for begin, _ in encoding.offsets):
+            raise Refused(
+                "the tokenizer takes a special token of the chat template for text, so the model would not see it: set "
+                "normalized and single_word to false in tokenizer.json and tokenizer_config.json of a copy of the model"
+            )
+        written = [token for name in names if (token := self._ids[name[0]]) in self._counted]
+        if ids[np.isin(ids, [*self._counted])].tolist() != written:
             raise Refused("a content gives a special token")
         return ids, encoding.offsets
 

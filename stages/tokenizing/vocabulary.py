@@ -79,9 +79,7 @@ def rename(path: Path, special_tokens: Iterable[str]) -> tuple[bytes, dict[str, 
         if len(token) >= min_chars and not (byte_fallback and _BYTE_TOKEN.fullmatch(token))
     }
     for token in content["added_tokens"]:
-        if token["content"] in names:
-            # Not normalized: a normalizer might give all names the same form, and the tokenizer would refuse them.
-            token |= {"content": names[token["content"]], "normalized": False}
+        token["content"] = names.get(token["content"], token["content"])
     if isinstance(model["vocab"], list):
         model["vocab"] = [(names.get(token, token), score) for token, score in model["vocab"]]
     else:
