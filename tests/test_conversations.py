@@ -448,6 +448,14 @@ def test_an_answer_of_nothing_is_refused() -> None:
         assert refusal(CHATML, content) == "nothing of it is trained"
 
 
+@pytest.mark.parametrize("depth", [990, 3000])
+def test_a_conversation_that_is_nested_too_deep_is_refused(depth: int) -> None:
+    call = '{"function": {"name": "f", "arguments": ' + '{"a":' * depth + "1" + "}" * depth + "}}"
+    messages = '{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [' + call + "]}"
+    refused = make_encoder(FAMILIES["qwen2.5"].template).encode('{"messages": [' + messages + "]}")
+    assert str(refused) == "nested too deep"
+
+
 def test_a_long_conversation_is_dropped() -> None:
     whole = encode(CHATML, LONG)
     length = len(whole.tokens)

@@ -93,14 +93,16 @@ class ConversationEncoder:
         Args:
             content: JSON as `extract` writes it: `messages`, or `prompt` and `completion`; perhaps `tools`.
         """
-        parsed = msgspec.json.decode(content)
         try:
+            parsed = msgspec.json.decode(content)
             if isinstance(parsed.get("prompt"), str):
                 return self._encode_text(parsed["prompt"], parsed["completion"])
             conversation = read_conversation(parsed)
             return self._encode(conversation, self._wanted(conversation))
         except Refused as refused:
             return refused
+        except RecursionError:
+            return Refused("nested too deep")
 
     def _wanted(self, conversation: Conversation) -> set[int]:
         """The messages that are trained; with `all`, those of which nothing says that they are not."""
