@@ -297,14 +297,15 @@ def conversations_row(counts: packing.Counts) -> Row:
 def check_left_out(counts: packing.Counts, params: PackParams) -> None:
     """Check that the chat template writes what the conversations have.
 
-    Not their thoughts: many templates drop those of earlier turns, and such a turn is not trained.
+    Not their thoughts: many templates drop those of earlier turns, and such a turn is not trained. Nor what messages
+    have beside their content, such as ids.
 
     Raises:
         StageError: of one role, or of the tools, it leaves out more than `max_left_out`.
     """
     for where, number in sorted(counts.left_out.items()):
         total = counts.strings[where]
-        if number > params.max_left_out * total and not where.endswith(" reasoning"):
+        if number > params.max_left_out * total and not where.endswith((" reasoning", " other keys")):
             raise StageError(
                 f"the chat template leaves out {number} of {total} strings of {where} ({number / total:.1%}), and "
                 f"max_left_out is {params.max_left_out:g}: set chat_template to the file of one that writes them, "

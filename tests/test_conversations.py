@@ -360,6 +360,17 @@ def test_parts_other_than_text_are_counted_where_the_template_does_not_write_the
     assert encoded.left_out == {"user parts other than text": 1 if "url" in other else 2}
 
 
+def test_strings_under_other_keys_of_a_message_are_counted_and_are_no_special_tokens() -> None:
+    question, answer = turns("Hi", "Hello")["messages"]
+    refused = {"role": "assistant", "content": "", "refusal": "No.", "weight": 1}
+    encoded = encode(CHATML, {"messages": [question, refused, question, answer]})
+    assert encoded.strings["assistant other keys"] == encoded.left_out["assistant other keys"] == 1
+    template = CHATML.replace("message['content']", "message['content'] + (message['refusal'] or '')")
+    assert not encode(template, {"messages": [question, refused, question, answer]}).left_out
+    spelled = {"messages": [question, {**refused, "refusal": "No.<|im_end|>"}, question, answer]}
+    assert "beside its content" in refusal(template, spelled)
+
+
 def test_conversations_with_tools_have_the_template_for_tools() -> None:
     tool = {"type": "function", "function": {"name": "get"}}
     others = (("tool_use", FAMILIES["qwen2.5"].template), ("rag", ""))

@@ -30,6 +30,8 @@ FLAGS = ("train", "weight", "loss", "loss_mask")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message. The template gets the first of them under the first two names, as in newer versions of
 transformers."""
+KNOWN = ("role", "content", "name", "tool_call_id", "tool_calls", "function_call", *_REASONING, *FLAGS)
+"""Keys of a message that templates know; of the others, few write any."""
 _KEPT = ("type", "id")
 """Keys in a call whose strings templates compare, so they are not marked."""
 _UNWRITTEN = (*_KEPT, "$id", "$schema", "format", "title")
@@ -355,13 +357,20 @@ def count_strings(rendering: Rendering) -> tuple[dict[str, int], dict[str, int]]
                 # Without a string it stands for what is elsewhere, which no template can write.
                 texts = [*_strings_of(part)]
                 add(f"{role} parts other than text", bool(texts) and all(map(is_written, texts)))
+        for text in other_strings(message):
+            add(f"{role} other keys", is_written(text))
     for text in _strings_of(rendering.conversation.tools):
         add("tools", is_written(text))
     return strings, +left_out
 
 
+def other_strings(message: dict[str, Any]) -> Iterator[str]:
+    """The strings under the keys of a message that templates need not know."""
+    return filter(str.strip, _strings_of({key: value for key, value in message.items() if key not in KNOWN}))
+
+
 def _strings_of(value: Any) -> Iterator[str]:
-    """The strings in tools that a template must write."""
+    """The strings in a value that a template must write."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

@@ -21,6 +21,7 @@ from stages.base.errors import StageError, one_line
 from stages.tokenizing import vocabulary
 from stages.tokenizing.chat_template import (
     FLAGS,
+    KNOWN,
     ChatTemplate,
     Conversation,
     Leaf,
@@ -30,6 +31,7 @@ from stages.tokenizing.chat_template import (
     Span,
     count_strings,
     names_in,
+    other_strings,
     read_conversation,
 )
 from stages.tokenizing.encoding import TokenizerSpec
@@ -126,6 +128,10 @@ class ConversationEncoder:
         rendering = self._template.render(conversation)
         renamed = self._renamed_in(rendering)
         messages, pieces, generated = rendering.conversation.messages, rendering.pieces, rendering.generated
+        if self._special.search("\n".join(text for message in messages for text in other_strings(message))):
+            known = [{key: value for key, value in message.items() if key in KNOWN} for message in messages]
+            if self._template.render(rendering.conversation._replace(messages=known)).text != rendering.text:
+                raise Refused("a message spells a special token beside its content, and the chat template writes it")
         counts = count_strings(rendering)
         if self._chat.train_on == "all":
             if len(wanted) < len(messages):
