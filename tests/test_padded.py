@@ -277,6 +277,17 @@ def test_a_training_with_padded_documents_is_that_with_packed_ones(training: Pro
             assert found == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_router_loss_has_the_same_forward_passes_on_any_number_of_ranks() -> None:
+    batch = make_batch(rows_of([1, 300, 5, 90, 64, 2, 64, 17, 31, 7, 1, 33, 40, 150, 9, 61] * 2, length=64), 0, True)
+
+    def passes(num_ranks: int) -> list[dict[str, Tensor]]:
+        made = padded_batches(batch, max_tokens=512, num_ranks=num_ranks, mask=True)
+        return [each for each in made if (each["labels"] != -100).any()]
+
+    for num_ranks in (2, 3, 8):
+        assert all(itertools.starmap(same, zip(passes(num_ranks), passes(1), strict=True)))
+
+
 @pytest.fixture
 def mamba2(here: Project) -> Project:
     """A project whose model needs padding."""

@@ -31,7 +31,7 @@ def padded_batches(
         num_ranks: That share the forward passes.
         multiple: Of which the length of the sequences is one; a divisor of `max_tokens`.
         mask: Whether to add `attention_mask`, with which attention needs memory for a mask: for the router loss of a
-            mixture of experts, which is a mean over tokens.
+            mixture of experts, which is a mean over tokens. The forward passes then are the same for any `num_ranks`.
         rank: Whose batches to make; None: those of all ranks, one after another in each round.
 
     Returns:
@@ -44,7 +44,8 @@ def padded_batches(
     starts, lengths = _documents(batch)
     min_tokens = min(_MIN_TOKENS, batch["input_ids"].shape[1])
     padded = (-(-lengths // multiple) * multiple).tolist()
-    passes = _forward_passes(padded, max_tokens, num_ranks, min_tokens)
+    # The router loss is no sum over tokens: other passes would have another one.
+    passes = _forward_passes(padded, max_tokens, 1 if mask else num_ranks, min_tokens)
     numbers = range(-(-len(passes) // num_ranks) * num_ranks)
     batches = []
     for number in numbers if rank is None else numbers[rank::num_ranks]:

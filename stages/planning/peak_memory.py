@@ -125,7 +125,8 @@ def measure(
 
 def padding(manifest: ModelManifest, chosen: Chosen, num_ranks: int, rows: TokenRows) -> Padding:
     """What padded documents cost in the first steps."""
-    return BatchLoader(rows, chosen.params, manifest.eos_token_id).padding(num_ranks)
+    router_loss = bool(manifest.router_loss_coef)
+    return BatchLoader(rows, chosen.params, manifest.eos_token_id, router_loss).padding(num_ranks)
 
 
 def _measure(
