@@ -30,7 +30,6 @@ from stages.launching.remedies import remedies
 from stages.launching.runtime import Launch, TrainRuntime, check_ranks, how_to_resume, read_launch
 from stages.ranks import torchrun
 from stages.ranks.signals import INTERRUPTED, on_stop_signals
-from stages.training.environment import set_environment
 from stages.training.params import TrainParams
 
 
@@ -165,7 +164,6 @@ def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -
         set_status("stopping")
 
     on_stop_signals(stop)
-    set_environment(run.params, ranks.num_nodes or 1)
     status = torchrun.CRASHED
     for restart in range(runtime.max_restarts + 1):
         if restart:

@@ -5,6 +5,7 @@ Writes   outputs/<experiment_name>/checkpoints/<run_id>/step-N
 Example  torchrun --nproc-per-node 2 -m stages.train
 """
 
+import os
 import signal
 import sys
 
@@ -22,19 +23,39 @@ def main() -> None:
     handoff.die_with_torchrun(signal.SIGKILL if handoff.has_launcher() else signal.SIGTERM)
     # Before numpy and torch are imported: the threads that they start must not get the signals.
     stop_signal = StopSignal()
-    from stages.launching.rank import train
-    from stages.ranks.torch_errors import LostConnection
-
     try:
-        is_finished = train(stop_signal)
-    except LostConnection as error:
-        sys.exit(f"error: {error}")  # status 1: unlike a StageError, it may not occur again
+        is_finished = _train(stop_signal)
     except (StageError, OSError) as error:
         if not handoff.claim_error(str(error)):
             sys.exit(USER_ERROR)
         raise
     if not is_finished:
         sys.exit(INTERRUPTED)
+
+
+def _train(stop_signal: StopSignal) -> bool:
+    from stages.launching.runtime import read_launch
+    from stages.training.environment import set_environment
+
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
+    if handoff.DIRECTORY not in os.environ:  # else the ranks of one machine find each other through a file there
+        names += ["MASTER_ADDR", "MASTER_PORT"]
+    if missing := [name for name in names if name not in os.environ]:
+        raise StageError(
+            f"{', '.join(missing)} must be set, as torchrun does: `python -m stages.launch` starts the ranks, also "
+            "on several nodes of Slurm"
+        )
+    launched = read_launch()
+    # Before torch is imported, which sets some of these itself.
+    set_environment(launched[0].params, int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]))
+
+    from stages.launching.rank import train
+    from stages.ranks.torch_errors import LostConnection
+
+    try:
+        return train(*launched, stop_signal)
+    except LostConnection as error:
+        sys.exit(f"error: {error}")  # status 1: unlike a StageError, it may not occur again
 
 
 if __name__ == "__main__":

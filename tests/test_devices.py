@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import re
-import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -30,11 +29,14 @@ from stages.base.params_file import load_params
 from stages.building import sharded_model
 from stages.building.activation_checkpointing import _contexts
 from stages.building.sharded_model import convert_linears
+from stages.checkpointing.layout import step_name
 from stages.checkpointing.run import describe
+from stages.checkpointing.state import TrainState
 from stages.forward.batch import make_batch
 from stages.forward.loss import loss_sum
 from stages.launching.runtime import TrainRuntime
 from stages.ranks import torchrun
+from stages.ranks.handoff import DIRECTORY
 from stages.ranks.memory import memory_limit
 from stages.ranks.process_group import check_devices, use_gpu
 from stages.ranks.torch_errors import explain_torch_errors
@@ -43,7 +45,7 @@ from stages.training.params import TrainParams
 from stages.training.precision import check_precision, set_float32_precision
 from tests.artifacts import write_model
 from tests.models import CONFIGS, MIXTRAL, CountedGraphs, full_value, manifest_of
-from tests.project import Project
+from tests.project import run_python
 from tests.ranks import Ranks
 from tests.trainings import Given, result
 
@@ -64,6 +66,8 @@ def test_what_changes_no_bit_on_cpus_changes_none_in_a_killed_training_either(fr
     )
     output = ranks.run(project)
     assert {**result(project), "result": ""} == {**reference, "result": ""}
+    place = TrainState.of(project.checkpoints() / step_name(12)).place
+    assert place and place.variables["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     [directory] = project.path.glob("outputs/test/profile/*")
     [trace] = directory.iterdir()
     assert trace.name == "steps-5-6.trace.json.gz"
@@ -243,7 +247,7 @@ def test_the_environment_is_that_of_the_parameters_unless_a_person_has_set_it(
 def test_nodes_do_not_share_compiled_code(params: TrainParams, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor users: what is in the cache is executed."""
     cache = job / "compile-17"
-    for _ in range(2):  # as a rank does after the launcher
+    for _ in range(2):  # as the ranks of a node do
         set_environment(params, num_nodes=2)
     found = os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"]
     assert found == (str(cache), str(cache / "triton"))
@@ -269,15 +273,36 @@ def test_jobs_of_one_node_that_share_a_disk_do_not_share_compiled_code(
     assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).name == expected
 
 
-def test_the_launcher_sets_the_environment_of_the_ranks(here: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    here.set(deterministic=True)
-    found: dict[str, str] = {}
-    monkeypatch.setattr(torchrun, "run", lambda *args: found.update(os.environ) or 0)
-    monkeypatch.setattr(signal, "signal", lambda *args: None)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
+OF_A_RANK = """
+import os, sys, types
+from stages import train
+def found(*launched):
+    return print(os.environ["TORCHINDUCTOR_CACHE_DIR"], "torch" in sys.modules, end="") or True
+sys.modules["stages.launching.rank"] = types.SimpleNamespace(train=found)
+sys.modules["stages.ranks.torch_errors"] = types.SimpleNamespace(LostConnection=ValueError)
+train.main()
+"""
+"""Prints where compiled code is, and whether torch is imported, which would have decided that."""
+
+
+@pytest.mark.usefixtures("here")
+def test_a_rank_has_its_compiled_code_in_the_temporary_directory_of_its_node(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, "SLURM_JOB_ID": "17", "TMPDIR": str(tmp_path)})
+    for name in ENVIRONMENT:
+        os.environ.pop(name, None)
+    handed: dict[str, str] = {}
+    monkeypatch.setattr(torchrun, "run", lambda *args: handed.update(os.environ) or 0)
+    monkeypatch.setattr(torchrun, "num_nodes", lambda *args: 2)
+    monkeypatch.setattr(launch, "on_stop_signals", lambda stop: None)
     described, runtime = describe(load_params(TrainParams)), load_params(TrainRuntime, "runtime")
-    assert launch._train(described, runtime, lambda status: None) == 0
-    assert found["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert launch._train(described, dataclasses.replace(runtime, nproc_per_node=1), lambda status: None) == 0
+    for node in (tmp_path / "n1", tmp_path / "n2"):
+        node.mkdir()
+        of_node = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "TMPDIR": str(node)}
+        rank = run_python(OF_A_RANK, **{**handed, **of_node, DIRECTORY: str(tmp_path)})
+        assert rank.stdout == f"{node / 'compile-17'} False", rank.stderr
 
 
 @pytest.fixture

@@ -234,7 +234,6 @@ def test_a_restart_waits_for_the_last_rank(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(torchrun, "run", start)
     monkeypatch.setattr(launch, "on_stop_signals", lambda stop: None)
-    monkeypatch.setattr(launch, "set_environment", lambda *_: None)
     monkeypatch.setenv(handoff.LAUNCH, "")
     assert launch._train(run, replace(own, max_restarts=1, nproc_per_node=1), lambda status: None) == 0
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from stages.base.errors import StageError
 from stages.base.packed import REMEDY, TRAIN, VALIDATION, PackedTokens
 from stages.checkpointing import decision, layout, retention, saver
+from stages.checkpointing.decision import Decision
 from stages.checkpointing.layout import CheckpointManifest, latest_valid, list_checkpoints
 from stages.checkpointing.lock import rank_lock, writer_lock
 from stages.checkpointing.run import Run
@@ -30,14 +30,13 @@ from stages.launching.console import log_to, never_silent, print_line
 from stages.launching.hooks import RankHooks
 from stages.launching.place import differences, find_place, fix_threads, start_line
 from stages.launching.remedies import remedies
-from stages.launching.runtime import TrainRuntime, check_ranks, how_to_resume, read_launch
+from stages.launching.runtime import TrainRuntime, check_ranks, how_to_resume
 from stages.model.manifest import ModelManifest
 from stages.ranks import handoff
 from stages.ranks.process_group import context_group, device_mesh, process_group
 from stages.ranks.signals import StopSignal
 from stages.ranks.torch_errors import explain_torch_errors
 from stages.ranks.watchdog import Heartbeat, watched
-from stages.training.environment import set_environment
 from stages.training.loop import Trainer
 from stages.training.precision import (
     check_precision,
@@ -47,20 +46,17 @@ from stages.training.precision import (
 )
 
 
-def train(stop_signal: StopSignal) -> bool:
-    """Train as one of the ranks; False where a signal asked to stop before the last step."""
-    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
-    if handoff.DIRECTORY not in os.environ:  # else the ranks of one machine find each other through a file there
-        names += ["MASTER_ADDR", "MASTER_PORT"]
-    if missing := [name for name in names if name not in os.environ]:
-        raise StageError(
-            f"{', '.join(missing)} must be set, as torchrun does: `python -m stages.launch` starts the ranks, also "
-            "on several nodes of Slurm"
-        )
+def train(run: Run, runtime: TrainRuntime, decided: Decision | None, stop_signal: StopSignal) -> bool:
+    """Train as one of the ranks; False where a signal asked to stop before the last step.
+
+    Args:
+        run: What is trained.
+        runtime: As it was launched.
+        decided: What the launcher has decided; None: there is none, so rank 0 decides.
+        stop_signal: That of this process.
+    """
     # Before the process group come the errors that every rank finds by itself: none waits for another that has ended.
-    run, runtime, decided = read_launch()
     rank, world_size, ranks_of_node = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    set_environment(run.params, num_nodes=world_size // ranks_of_node)
     set_float32_precision(run.params.tf32)
     if run.params.deterministic:
         use_deterministic_algorithms()

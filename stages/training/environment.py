@@ -1,7 +1,7 @@
 """Environment variables that torch, CUDA and NCCL read once, when they start.
 
-The launcher sets them for the ranks, and a rank without a launcher for itself, before it uses a GPU. What a person has
-set stays.
+Each rank sets them for itself: nodes may differ in TMPDIR. It does so before torch is imported, which sets one of them.
+What a person has set stays.
 """
 
 import os
