@@ -417,6 +417,13 @@ def test_the_size_of_a_directory_is_without_what_is_deleted_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "kept").write_bytes(b"12345")
-    (tmp_path / "deleted").symlink_to("nowhere")
-    monkeypatch.setattr(Path, "is_file", lambda path: True)  # when it was listed
+    (tmp_path / "deleted").symlink_to("nowhere")  # as a file that was there when it was listed
+    (tmp_path / "step").mkdir()
+
+    def scandir(path: Any, before: Any = os.scandir) -> Any:
+        if Path(path).name == "step":
+            Path(path).rmdir()
+        return before(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
     assert size_of(tmp_path) == 5

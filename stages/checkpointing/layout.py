@@ -201,9 +201,10 @@ def _has_manifest(checkpoint: Path) -> bool:
 def size_of(directory: Path) -> int:
     """Bytes of all files below a directory, without those that a training deletes meanwhile."""
     found = 0
-    for path in directory.rglob("*"):
-        with suppress(FileNotFoundError):
-            found += path.stat().st_size if path.is_file() else 0
+    for root, _, names in os.walk(directory):  # unlike `rglob`, it passes over a directory that is gone
+        for name in names:
+            with suppress(FileNotFoundError):
+                found += os.stat(os.path.join(root, name)).st_size
     return found
 
 
