@@ -318,7 +318,7 @@ def test_a_resumed_training_has_the_threads_with_which_it_began(fresh: Given, ra
     output = ranks.run(project, OMP_NUM_THREADS="1", MKL_CBWR="COMPATIBLE")
     assert "without interruption: variables.MKL_CBWR: nothing there, 'COMPATIBLE' here\n" in output
     place = TrainState.read(project.checkpoints() / step_name(4) / STATE).place
-    assert place and place.threads == 3
+    assert place and (place.threads, place.attention) == (3, "sdpa")
     assert place.since == 2 and re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", place.date)
     assert output.count("each rank computes with 3 threads, as until now, and not with 1\n") == 1
 

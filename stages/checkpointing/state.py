@@ -37,6 +37,8 @@ class Place:
     """Environment variables that were set and may change the last bits of the result."""
     since: int = 0
     """The step from which that launch went on."""
+    attention: str | None = None
+    """What was chosen, with its kernels: `varlen FA3`; null: the checkpoint is older than this field."""
 
 
 @dataclass(frozen=True)

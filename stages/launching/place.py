@@ -1,7 +1,8 @@
 """Where a training runs, for its first line and the report, and what of that decides the last bits of its result.
 
 Code, parameters and data name the run. The rest of what decides bits is recorded with each checkpoint, and compared
-when a training goes on from it: device, ranks, packages, the threads of a rank, and some environment variables.
+when a training goes on from it: device, ranks, packages, the attention, the threads of a rank, and some environment
+variables.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ from stages.base.summary import counted
 from stages.checkpointing.layout import CheckpointManifest
 from stages.checkpointing.run import compare, packages
 from stages.checkpointing.state import Place
+from stages.forward.attention_choice import AttentionChoice
 from stages.forward.distributed import run_on_rank0
 from stages.launching.console import print_line
 from stages.launching.timers import memory_gib
@@ -33,7 +35,7 @@ _VARIABLES = re.compile(
 """Those that choose instructions, kernels, the compiler's optimizations, or the order in which ranks add."""
 
 
-def find_place(since: int) -> Place:
+def find_place(since: int, attention: AttentionChoice) -> Place:
     """That of this launch, which goes on from step `since`, as its rank 0 sees it; the date follows with each save."""
     ranks = dist.get_world_size()
     return Place(
@@ -44,6 +46,7 @@ def find_place(since: int) -> Place:
         threads=torch.get_num_threads(),
         variables=variables(),
         since=since,
+        attention=" ".join((attention.name, *attention.kernels)),
     )
 
 
@@ -106,11 +109,12 @@ def _commit() -> str | None:
     return found.stdout.strip() if found.returncode == 0 else None
 
 
-def start_line(params: TrainParams, mesh: DeviceMesh) -> str:
+def start_line(params: TrainParams, place: Place, mesh: DeviceMesh) -> str:
     """Describe a training whose model and optimizer are in memory.
 
     Args:
         params: Those of the training, with the attention and the loss that were chosen.
+        place: That of this launch.
         mesh: The ranks of each copy of the model are its last axis.
     """
     if torch.cuda.is_available():
@@ -132,7 +136,7 @@ def start_line(params: TrainParams, mesh: DeviceMesh) -> str:
     chosen = {
         f"precision {params.precision}": True,
         "TF32": params.tf32 and mesh.device_type == "cuda",
-        f"attention {params.attention}": True,
+        f"attention {place.attention}": True,
         f"loss {params.loss}": True,
         f"strategy {strategy}": True,
         f"LoRA of rank {params.lora_r}" + " on NF4" * bool(params.lora_base): params.lora_r is not None,

@@ -14,7 +14,7 @@ from stages.checkpointing.decision import Decision
 from stages.checkpointing.layout import CheckpointManifest, latest_valid, list_checkpoints
 from stages.checkpointing.lock import rank_lock, writer_lock
 from stages.checkpointing.run import Run
-from stages.checkpointing.state import TrainState
+from stages.checkpointing.state import Place, TrainState
 from stages.forward.context import RankContext
 from stages.forward.distributed import device_type, is_rank0, run_on_rank0
 from stages.launching import trackers
@@ -137,7 +137,6 @@ def start(
     checkpoint = find_valid(candidates, run, runtime, heartbeat)
     state = TrainState.of(checkpoint) if checkpoint else None
     fix_threads(state.place if state else None)
-    place = find_place(state.step if state else 0) if is_rank0() else None
     if checkpoint is None or run.params.lora_r:
         verify_weights(model, lambda: heartbeat.note("verifying the weights"))
     context, size = None, run.params.context_parallel
@@ -147,6 +146,7 @@ def start(
         run.params, model, run.seq_length, run.total_steps, mesh, initialize=checkpoint is None, note=heartbeat.note,
         context=context,
     )  # fmt: skip
+    place = find_place(state.step if state else 0, trainer.attention) if is_rank0() else None
     saves = saver.Saver(runtime, runtime.timeout_minutes, print_line, confirm_lock, heartbeat.goes_on)
     if checkpoint and state:
         heartbeat.note(f"reading {checkpoint.name}")
@@ -159,8 +159,8 @@ def start(
             if others and (device_type() == "cpu" or run.params.deterministic):
                 print_line(f"the last bits may not be those of a training without interruption: {'; '.join(others)}")
     hooks = RankHooks(run, runtime, trainer, saves, checkpoint, place, stop_signal, heartbeat)
-    if is_rank0():
-        print_choices(run, runtime, trainer, model, mesh)
+    if place:
+        print_choices(run, runtime, trainer, place, model, mesh)
     return hooks
 
 
@@ -184,7 +184,9 @@ def find_valid(candidates: list[Path], run: Run, runtime: TrainRuntime, heartbea
     return path
 
 
-def print_choices(run: Run, runtime: TrainRuntime, trainer: Trainer, model: ModelManifest, mesh: DeviceMesh) -> None:
+def print_choices(
+    run: Run, runtime: TrainRuntime, trainer: Trainer, place: Place, model: ModelManifest, mesh: DeviceMesh
+) -> None:
     """Print where the training runs, and what was chosen for it."""
     if warning := model.router_warning(run.params.lora_r):
         print_line(warning)
@@ -202,4 +204,4 @@ def print_choices(run: Run, runtime: TrainRuntime, trainer: Trainer, model: Mode
             f"warning: runtime.profile_steps: there are no steps {steps[0]} to {steps[1]}, the last one is "
             f"{run.total_steps}"
         )
-    print_line(start_line(trainer.chosen, mesh))
+    print_line(start_line(trainer.chosen, place, mesh))
