@@ -113,8 +113,9 @@ def train_segments(step: int | None) -> Iterator[Finding]:
     for segment in segments.find(current, step):
         name = f"{segment.name}, trained again"
         try:
-            recorded, obstacle = segments.content(segment.end), segments.find_obstacle(current, segment)
-            again = segments.train_again(current, runtime, segment)
+            recorded = segments.content(segment.end)
+            again, here = segments.train_again(current, runtime, segment)
+            obstacle = segments.find_obstacle(current, segment, here)
         except (DamagedFile, FileNotFoundError) as error:
             deleted = [path.name for path in (segment.start, segment.end) if path and not path.exists()]
             detail = f"{deleted[0]} was deleted meanwhile" if deleted else str(error).splitlines()[0]

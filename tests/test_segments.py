@@ -1,7 +1,6 @@
 """Parts of a run are trained again and compared; a forged checkpoint is found."""
 
 import json
-import os
 import pickle
 import re
 import shutil
@@ -23,11 +22,9 @@ from stages.checkpointing.layout import CheckpointManifest, step_name, verify
 from stages.checkpointing.run import packages
 from stages.checkpointing.state import Place
 from stages.launching import segments as segments_module
-from stages.launching.place import device, differences, variables
+from stages.launching.place import device, differences
 from stages.launching.runtime import TrainRuntime
 from stages.launching.segments import Segment, find
-from stages.training.environment import set_environment
-from stages.training.params import TrainParams
 from tests.project import REPO, Project, flip_bit
 from tests.ranks import Ranks
 from tests.trainings import write_checkpoint
@@ -142,7 +139,7 @@ def test_each_part_of_a_run_gives_the_same_bits_again_and_a_forged_one_does_not(
     assert "has no checkpoints to compare: params.yaml, data, model or code are not those of a run" in error
 
 
-PLACE = Place(device(), ranks=2, nodes=1, commit="abc", threads=1)
+PLACE = Place("CPU", ranks=2, nodes=1, commit="abc", threads=1, attention="varlen")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +149,8 @@ PLACE = Place(device(), ranks=2, nodes=1, commit="abc", threads=1)
         ({"place": PLACE}, None),
         ({"place": replace(PLACE, device="NVIDIA H100")}, "device: 'NVIDIA H100' there"),
         ({"place": replace(PLACE, nodes=2)}, "nodes: 2 there, 1 here"),
-        ({"place": replace(PLACE, threads=None)}, "not recorded with how many threads"),
+        ({"place": replace(PLACE, attention="varlen FA3")}, "attention: 'varlen FA3' there, 'varlen' here"),
+        ({"place": replace(PLACE, threads=None)}, "threads: null there, 1 here"),
         ({"place": replace(PLACE, variables={"MKL_CBWR": "AVX2"})}, "variables.MKL_CBWR: 'AVX2' there, nothing here"),
         ({"place": PLACE, "packages": {"torch": "2.0"}}, "packages.torch: '2.0' there"),
         ({"place": replace(PLACE, since=3)}, None),  # it went on at the checkpoint where the part begins
@@ -164,15 +162,13 @@ PLACE = Place(device(), ranks=2, nodes=1, commit="abc", threads=1)
 def test_what_may_give_other_bits_is_named(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], obstacle: str | None
 ) -> None:
-    monkeypatch.setattr(segments_module, "variables", dict)  # as this machine may set some
-    monkeypatch.setattr(segments_module, "set_environment", lambda params: None)
     given = {"place": None, "packages": packages({}), "start": 3, **change}
     states = {6: mock.Mock(place=given["place"])}
     manifests = {3: mock.Mock(step=3), 6: mock.Mock(packages=given["packages"])}
     monkeypatch.setattr(segments_module.TrainState, "of", lambda path: states[int(path.name[5:])])
     monkeypatch.setattr(segments_module.CheckpointManifest, "read", lambda path: manifests[int(path.name[5:])])
     segment = Segment(given["start"] and Path(step_name(3)), Path(step_name(6)))
-    found = segments_module.find_obstacle(mock.Mock(), segment)
+    found = segments_module.find_obstacle(mock.Mock(), segment, PLACE)
     assert found is None if obstacle is None else re.search(obstacle, found or "")
 
 
@@ -183,21 +179,6 @@ def test_another_torchao_gives_other_bits_where_it_computes(monkeypatch: pytest.
         manifest = mock.Mock(identity=mock.Mock(params=params), packages={**packages(params), "torchao": "1"})
         assert differences(manifest, PLACE, PLACE) == ["packages.torchao: '1' there, '2' here"]
     assert "torchao" not in packages({"optimizer": "adamw", "precision": "bf16"})
-
-
-def test_what_a_training_sets_for_itself_is_no_other_hardware(
-    monkeypatch: pytest.MonkeyPatch, params: TrainParams
-) -> None:
-    """Otherwise a part of a deterministic training that gives other bits would be `unknown`, as on another machine."""
-    run = mock.Mock(params=replace(params, deterministic=True))
-    with mock.patch.dict(os.environ):
-        set_environment(run.params)  # as its ranks did
-        place = replace(PLACE, variables=variables())
-        assert "CUBLAS_WORKSPACE_CONFIG" in place.variables
-    monkeypatch.setattr(segments_module.TrainState, "of", lambda path: mock.Mock(place=place))
-    monkeypatch.setattr(segments_module.CheckpointManifest, "read", lambda path: mock.Mock(packages=packages({})))
-    with mock.patch.dict(os.environ):
-        assert segments_module.find_obstacle(run, Segment(None, Path(step_name(6)))) is None
 
 
 def test_what_another_run_has_trained_is_not_trained_again(tmp_path: Path) -> None:

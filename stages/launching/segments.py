@@ -24,11 +24,10 @@ from stages.checkpointing.decision import begin
 from stages.checkpointing.layout import MODEL, OPTIMIZER, CheckpointManifest, list_checkpoints, step_name
 from stages.checkpointing.metadata import stored_tensors
 from stages.checkpointing.run import Run
-from stages.checkpointing.state import TrainState
-from stages.launching.place import device, differences, variables
+from stages.checkpointing.state import Place, TrainState
+from stages.launching.place import differences
 from stages.launching.runtime import Launch, TrainRuntime
 from stages.ranks import torchrun
-from stages.training.environment import set_environment
 
 
 class Segment(NamedTuple):
@@ -82,16 +81,16 @@ def content(checkpoint: Path) -> dict[str, str]:
     return {"result": manifest.result_sha256, **{name: publish.sha256_json(value) for name, value in rest.items()}}
 
 
-def find_obstacle(run: Run, segment: Segment) -> str | None:
-    """Why this machine may give other bits for a part, as far as its end tells; None: it must give the same."""
-    manifest, state = CheckpointManifest.read(segment.end), TrainState.of(segment.end)
-    place = state.place
-    if place and place.threads is None and not torch.cuda.is_available():
-        return "it is not recorded with how many threads each rank computed"
-    set_environment(run.params)  # as each rank does, before it records its variables
-    # `train_again` takes its ranks and threads.
-    here = place and dataclasses.replace(place, device=device(), nodes=1, variables=variables())
-    if others := differences(manifest, place, here) if here else []:
+def find_obstacle(run: Run, segment: Segment, here: Place | None) -> str | None:
+    """Why a part may have other bits where it was trained again, as far as its end tells; None: it has the same.
+
+    Args:
+        run: The run.
+        segment: Its part.
+        here: Where that part was trained again.
+    """
+    manifest, place = CheckpointManifest.read(segment.end), TrainState.of(segment.end).place
+    if place and here and (others := differences(manifest, place, here)):
         return "; ".join(others)
     if torch.cuda.is_available() and not run.params.deterministic:
         return "deterministic is false, and GPUs add in any order then"
@@ -100,8 +99,8 @@ def find_obstacle(run: Run, segment: Segment) -> str | None:
     return None
 
 
-def train_again(run: Run, runtime: TrainRuntime, segment: Segment) -> dict[str, str]:
-    """Train a part again, beside the checkpoints of the run, and return the `content` of its end.
+def train_again(run: Run, runtime: TrainRuntime, segment: Segment) -> tuple[dict[str, str], Place | None]:
+    """Train a part again, beside the checkpoints of the run; returns the `content` of its end, and where that was.
 
     Raises:
         DamagedFile: a file of its start or of its end.
@@ -142,7 +141,7 @@ def train_again(run: Run, runtime: TrainRuntime, segment: Segment) -> dict[str, 
             watcher.join()
         if not (made / layout.MANIFEST).exists():
             raise StageError(f"{segment.name}: the training did not come to its end in {root}; see above")
-        return content(made)
+        return content(made), TrainState.of(made).place
 
 
 @contextmanager
