@@ -192,7 +192,7 @@ def _evaluation(lineage: Lineage, dtype: str, losses: Losses | None) -> str:
     if not losses.metrics():
         return f"The loss on held-out text is not finite at step {lineage.step}."
     eval_rows = lineage.params.get("eval_rows")
-    rows = f", up to {eval_rows} rows of it" if eval_rows else ""
+    rows = f", up to {eval_rows} rows of each source" if eval_rows else ""
     lines = [f"On held-out text{rows}{_rounded(dtype)}:", "", "| metric | value |", "|---|---|"]
     return "\n".join([*lines, *(f"| {text} | {value:.6g} |" for text, value in losses.metrics().values())])
 
