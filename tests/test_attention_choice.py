@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from stages.base.errors import StageError
 from stages.forward import attention, attention_choice
-from stages.forward.attention import varlen_attention
+from stages.forward.attention import activate_kernels, varlen_attention
 from stages.forward.attention_choice import choose_attention
 from stages.forward.batch import make_batch
 from stages.forward.isolated import isolated
@@ -363,6 +363,18 @@ def test_varlen_has_torchs_own_kernels_where_those_of_flash_attention_fail(
     fails = True
     assert choose_long(llama, torch.float32, "cpu") == ("varlen", "FA3 computes gradients that differ", ())
     assert not active, "sdpa would call them too"
+
+
+def test_a_rank_without_the_kernels_that_rank_0_has_chosen_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would compute with torch's own, and its gradients would differ without a word."""
+
+    def activate(name: str) -> None:
+        raise ImportError
+
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate, raising=False)
+    assert activate_kernels() == activate_kernels(()) == ()
+    with pytest.raises(StageError, match="rank 0 computes attention with FA3, which this rank does not find"):
+        activate_kernels(("FA3",))
 
 
 def test_documents_that_no_attention_function_keeps_apart_are_padded(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from stages.base.errors import StageError
 from stages.forward.context import Context
 
 _BLOCK = 512
@@ -111,17 +112,24 @@ def activate_kernels(names: Sequence[str] | None = None) -> tuple[str, ...]:
 
     Returns:
         What is active now, as `names`.
+
+    Raises:
+        StageError: the one to call, which another rank has chosen, cannot be activated here.
     """
     deactivate_kernels()
-    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
-    if activate is None or not torch.cuda.is_available():
-        return ()
-    if names is None:
-        names = {9: ("FA3", "FA4"), 10: ("FA4",)}.get(torch.cuda.get_device_capability()[0], ())
-    for name in names:
+    activate: Any = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
+    tried = names or ()
+    if names is None and torch.cuda.is_available():
+        tried = {9: ("FA3", "FA4"), 10: ("FA4",)}.get(torch.cuda.get_device_capability()[0], ())
+    for name in tried if activate else ():
         with suppress(ImportError, RuntimeError, ValueError):  # not installed, or built for another torch
             activate(name)
             return (name,)
+    if names:
+        raise StageError(
+            f"rank 0 computes attention with {names[0]}, which this rank does not find: install it on all nodes, or on "
+            "none"
+        )
     return ()
 
 
