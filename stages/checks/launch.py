@@ -9,6 +9,7 @@ import torch
 from stages.base.command import format_gib
 from stages.base.errors import StageError
 from stages.base.params_file import load_params
+from stages.base.summary import counted
 from stages.checks.findings import Finding, Found, ok, warning
 from stages.consolidate import ConsolidateParams
 from stages.deduplicate import DeduplicateParams
@@ -79,7 +80,7 @@ def check_gpus(runtime: TrainRuntime, devices: Path = DEVICES) -> Found[None]:
     if num_usable:
         found = [torch.cuda.get_device_properties(index) for index in range(num_usable)]
         names = {f"{gpu.name}, {format_gib(gpu.total_memory)}" for gpu in found}
-        yield ok(f"{build} computes on {num_usable} GPUs ({'; '.join(sorted(names))})")
+        yield ok(f"{build} computes on {counted(num_usable, 'GPU')} ({'; '.join(sorted(names))})")
     elif torch.version.cuda is None and not num_devices(devices):
         yield ok(f"{build} is the CPU build, and this machine has no GPU: it trains on CPUs")
     else:
