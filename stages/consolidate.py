@@ -109,6 +109,10 @@ def main() -> None:
                 else "run `dvc repro train`"
             )
             raise StageError(f"{MODEL_MANIFEST} is not of the model that {checkpoint} was trained from: {remedy}")
+        if args.output and target == model.directory().resolve():
+            raise StageError(
+                f"--output: {target} is the model that {checkpoint} was trained from: give a new or empty directory"
+            )
         rank = pointer.identity.params.get("lora_r")
         adapter = None
         if rank or not args.output:  # an out of DVC, which is empty without adapters

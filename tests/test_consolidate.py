@@ -696,6 +696,19 @@ def test_any_checkpoint_gives_a_model(llama: Trained) -> None:
             run(option, "a")
 
 
+def test_the_initial_model_is_not_replaced(llama: Trained) -> None:
+    """It may be a model of this pipeline: without it, no run that began with it can be exported or continued."""
+    run("--checkpoint", str(llama.directory), "--output", "model")
+    for path in Path("model").iterdir():
+        shutil.copy(path, MODEL)
+    write_model_manifest()
+    llama.finish()
+    before = {path.name: path.read_bytes() for path in MODEL.iterdir()}
+    with pytest.raises(StageError, match=r"models/tiny is the model that .*step-\d+ was trained from: give a new"):
+        run("--checkpoint", str(llama.directory), "--output", str(MODEL))
+    assert {path.name: path.read_bytes() for path in MODEL.iterdir()} == before
+
+
 def test_what_is_no_model_is_not_replaced(llama: Trained) -> None:
     Path("notes").mkdir()
     Path("notes/a.txt").write_text("mine")
