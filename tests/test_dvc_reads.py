@@ -170,7 +170,7 @@ def test_trap_31_dvc_passes_over_what_a_killed_stage_leaves() -> None:
         "data/tokens/train.tmp/a", "data/tokens/train.x1y2.tmp/a", "outputs/plan.json.x1y2.tmp", "outputs/report.tmp/a",
         "outputs/test/run.json.x1y2.tmp", "outputs/test/model.x1y2.tmp/a", "outputs/test/checkpoints/a",
         "data/corpus/cache-1.arrow", "data/tokens/train/cache-1.arrow", "models/__pycache__/a.pyc", "data/.reuse/a",
-        "evals/.public.lock",
+        "evals/.public.lock", "models/.mine.lock",
     ):  # fmt: skip
         assert ignore.is_ignored_file(str(REPO / name)), name
     inside = ("a.tmp", "x.tmp/a", "cache-1.arrow", "__pycache__/a", "dvc_plots/a", ".venv/a", "outputs/a/logs/b")

@@ -87,7 +87,8 @@ def test_dvc_edits_params_yaml_and_leaves_the_rest_as_it_is(tmp_path: Path) -> N
 
 def test_git_ignores_data_own_models_and_bundles_and_no_file_of_dvc() -> None:
     ignored = ["data/raw/file.txt", "data/raw_stage2/file.txt", "models/mine/model.safetensors", "bundle/x",
-               "bundle-2/x", "bundle.0123abcd.tmp/x", "wheels/x.whl", "evals/public/a--b/x.parquet"]  # fmt: skip
+               "bundle-2/x", "bundle.0123abcd.tmp/x", "wheels/x.whl", "evals/public/a--b/x.parquet",
+               "models/.mine.lock"]  # fmt: skip
     tracked = ["data/raw.dvc", "data/raw_stage2.dvc", "models/mine.dvc", "models/tiny-llama/config.json",
                "models/templates/a.jinja", "models/make_tiny_llama.py", "evals/public/a--b.dvc",
                "evals/public/manifest.json"]  # fmt: skip
