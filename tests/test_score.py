@@ -639,6 +639,8 @@ def test_what_is_not_as_the_hub_lists_it_or_needs_more_than_data_sets_is_not_fet
         ({"task": "x", "tag": "group"}, None),
         ({"task": "group", **BASE, "output_type": "multiple_choise"}, r"'multiple_choise' \(did you mean multiple_"),
         ({"group": "group", "task": [{"task": "own", **BASE, "output_type": "x"}]}, "not valid: .*output_type is 'x'"),
+        ({"task": "group", **BASE, "test_split": "validation"}, "split 'validation', but .* have test"),
+        ({"task": "group", **BASE, "dataset_kwargs": {"data_files": "evals/rows.jsonl"}}, "but .* have train"),
         ({"group": "group", "task": ["group", 3]}, "tasks: group is not valid: AttributeError"),
         (["group"], "evals/group.yaml is no valid YAML of a task: ValueError: it has no keys"),
     ],

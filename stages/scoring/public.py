@@ -176,6 +176,13 @@ def _check_config(config: dict[str, Any]) -> Iterator[str]:
     options = dict(config.get("dataset_kwargs") or {})
     if (found := config.get("dataset_path")) and not local_files(found, options):
         find(found, config.get("dataset_name"), data_options(options), contents=False)
+    if found in _BUILDERS and (files := options.get("data_files")):
+        asked = config.get("test_split") or config.get("validation_split")
+        splits = [*files] if isinstance(files, dict) else ["train"]  # as `datasets` names files without a split
+        if asked and asked not in splits:
+            raise ValueError(
+                f"it asks the split {asked!r}, but its data_files have {', '.join(splits)}: correct test_split"
+            )
 
 
 def data_options(options: dict[str, Any]) -> dict[str, Any]:
