@@ -107,7 +107,7 @@ def test_each_section_shows_what_the_files_say(complete: Path) -> None:
         "": ["2.5000", "12.18", "1.2500", "2,345,678", "4,096", "1 h 07 min", "random weights", "<tiny & small>"],
         "Loss": ["all held-out rows", "before training", "8.5000", "as bfloat16", "310"],
         "Tasks": ["sums", "exact_match ↑", "1,200", "0.1250", "0.7500 ± 0.0200", "+0.6250 ± 0.0312",
-                  "with the chat template", "too short", "3400.7412"],
+                  "with the chat template", "3 of 1,1600.7412"],
         "Cost": ["5,120", "0.410", "1.500", "saved a checkpoint3", "14.3%", "end2026-03-01 10:31 UTC", "16 on 2 nodes",
                  "NVIDIA H100", "commit of the project0123456789\n"],
         "Data": ["text.gz", "3.00", "hidden", "1,234", "567,890", "extract.json names them", "invalid YAML", "3.25",
@@ -210,7 +210,7 @@ def hold_nothing_out() -> None:
         (leave_conversations_out, "Data", [
             "records left out of posts/*.jsonl: no string at $.text60", "conversations280280", "of these trained3,141",
             "conversations refused (data/pack.json says why)44", "characters of documents900"]),
-        (hold_nothing_out, "Loss", ["raise validation_splits, or lower seq_length"]),
+        (hold_nothing_out, "Loss", ["set validation_fraction, such as 0.05, or lower seq_length"]),
         (hold_nothing_out, "Samples", ["There are none: no rows are held out."]),
         (lambda: change(outputs.EVALUATION, samples=[]), "Samples", ["There are none: eval_samples is 0."]),
     ],
