@@ -549,10 +549,10 @@ def encode_missing(
     in vain.
     """
     # A task of a worker is a record batch, not a split: one large split then occupies all workers.
-    batches_of = {task: list(batches(task, spec)) for task in tasks}
+    batches = {task: list(batch_tasks(task, spec)) for task in tasks}
     encoding_all = workers.ordered_map(
         packing.encode,
-        [*chain.from_iterable(batches_of.values())],
+        [*chain.from_iterable(batches.values())],
         runtime,
         num_bytes=sum(task.split.path.stat().st_size for task in tasks),
         ahead=AHEAD,
@@ -562,7 +562,7 @@ def encode_missing(
         tqdm(total=sum(task.split.shard.rows for task in tasks), desc="pack", unit="document", disable=None) as bar,
         closing(encoding_all) as results,
     ):
-        for task, own in batches_of.items():
+        for task, own in batches.items():
             encoded = []
             for result in islice(results, len(own)):  # in their order, so these are the split's own
                 encoded.append(result)
@@ -576,8 +576,8 @@ def encode_missing(
             yield counts
 
 
-def batches(task: SplitTask, spec: encoding.TokenizerSpec) -> Iterator[packing.BatchTask]:
-    """What encodes a split: a task for each of its record batches."""
+def batch_tasks(task: SplitTask, spec: encoding.TokenizerSpec) -> Iterator[packing.BatchTask]:
+    """The tasks of workers that encode a split: one for each of its record batches."""
     path, tokens = task.split.path, task.tokens
     for offset, rows in packing.batches_of(path, task.split.skipped):
         yield packing.BatchTask(path, offset, spec, tokens.with_name(f"{tokens.name}-{offset}"), task.side, rows)

@@ -308,7 +308,7 @@ def preview(params: TrainParams, model: ModelManifest) -> str:
         order = RowOrder(params, len(tokens), tokens.sources)
         steps = range(-(-_NUM_SEARCHED // params.total_batch_size))
         decode, texts = partial(tokenizer.decode, skip_special_tokens=False), []
-        for index in shown(tokens, chain.from_iterable(map(order.step, steps))):
+        for index in rows_to_show(tokens, chain.from_iterable(map(order.step, steps))):
             (row,), marks = tokens.rows(np.array([index])), read_marks(tokens, np.array([index]))
             text = render(row, decode, model.eos_token_id, special, params.document_mask, marks)
             texts.append(f"row {index}\n{text}")
@@ -317,7 +317,7 @@ def preview(params: TrainParams, model: ModelManifest) -> str:
     return "\n\n".join([LEGEND, *texts]) + "\n"
 
 
-def shown(tokens: TokenRows, indices: Iterable[np.int64]) -> list[np.int64]:
+def rows_to_show(tokens: TokenRows, indices: Iterable[np.int64]) -> list[np.int64]:
     """The first of these rows; the last gives way to one of a conversation, or of documents, where they have none."""
     rest = iter(indices)
     first = [*islice(rest, _NUM_SHOWN)]

@@ -452,14 +452,14 @@ def test_a_conversation_is_shown_where_there_are_few() -> None:
     is_chat = np.zeros(100, np.bool_)
     rows = SimpleNamespace(marks=lambda indices: (~is_chat[indices, None].repeat(4, axis=1), None))
     order = np.random.default_rng(0).permutation(100)
-    assert plan.shown(rows, order) == [*order[:3]]
+    assert plan.rows_to_show(rows, order) == [*order[:3]]
     is_chat[order[[50, 60]]] = True
-    assert plan.shown(rows, order) == [*order[[0, 1, 50]]]
+    assert plan.rows_to_show(rows, order) == [*order[[0, 1, 50]]]
     is_chat = ~is_chat
-    assert plan.shown(rows, order) == [*order[[0, 1, 50]]]
+    assert plan.rows_to_show(rows, order) == [*order[[0, 1, 50]]]
     is_chat[order[2]] = False
-    assert plan.shown(rows, order) == [*order[:3]]
-    assert plan.shown(SimpleNamespace(marks=lambda _: None), order) == [*order[:3]]
+    assert plan.rows_to_show(rows, order) == [*order[:3]]
+    assert plan.rows_to_show(SimpleNamespace(marks=lambda _: None), order) == [*order[:3]]
 
 
 def test_a_special_token_looks_other_than_its_name_in_a_text() -> None:

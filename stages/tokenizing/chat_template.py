@@ -30,7 +30,7 @@ FLAGS = ("train", "weight", "loss", "loss_mask")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message. The template gets the first of them under the first two names, as in newer versions of
 transformers."""
-KNOWN = ("role", "content", "name", "tool_call_id", "tool_calls", "function_call", *_REASONING, *FLAGS)
+KNOWN_KEYS = ("role", "content", "name", "tool_call_id", "tool_calls", "function_call", *_REASONING, *FLAGS)
 """Keys of a message that templates know; of the others, few write any."""
 _KEPT = ("type", "id")
 """Keys in a call whose strings templates compare, so they are not marked."""
@@ -366,7 +366,7 @@ def count_strings(rendering: Rendering) -> tuple[dict[str, int], dict[str, int]]
 
 def other_strings(message: dict[str, Any]) -> Iterator[str]:
     """The strings under the keys of a message that templates need not know."""
-    return filter(str.strip, _strings_of({key: value for key, value in message.items() if key not in KNOWN}))
+    return filter(str.strip, _strings_of({key: value for key, value in message.items() if key not in KNOWN_KEYS}))
 
 
 def _strings_of(value: Any) -> Iterator[str]:

@@ -21,7 +21,7 @@ from stages.base.errors import StageError, one_line
 from stages.tokenizing import vocabulary
 from stages.tokenizing.chat_template import (
     FLAGS,
-    KNOWN,
+    KNOWN_KEYS,
     ChatTemplate,
     Conversation,
     Leaf,
@@ -129,7 +129,7 @@ class ConversationEncoder:
         renamed = self._renamed_in(rendering)
         messages, pieces, generated = rendering.conversation.messages, rendering.pieces, rendering.generated
         if self._special.search("\n".join(text for message in messages for text in other_strings(message))):
-            known = [{key: value for key, value in message.items() if key in KNOWN} for message in messages]
+            known = [{key: value for key, value in message.items() if key in KNOWN_KEYS} for message in messages]
             if self._template.render(rendering.conversation._replace(messages=known)).text != rendering.text:
                 raise Refused("a message spells a special token beside its content, and the chat template writes it")
         counts = count_strings(rendering)
