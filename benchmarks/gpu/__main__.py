@@ -180,9 +180,12 @@ class Session:
         """Run tests, several at a time where that is possible: their models are small."""
         command = [*PYTEST, "-p", "benchmarks.gpu.outcomes", "--capture=sys", *names]
         if importlib.util.find_spec("xdist"):
-            command += ["-n", "3"]  # more wait for each other: without MPS a GPU runs one process at a time
-        # PYTEST_ADDOPTS may have other options, and what pytest-xdist sets is for a test that calls this.
+            # Each starts trainings, whose processes import torch; their kernels are tiny.
+            command += ["-n", str(min(6, max(1, (os.cpu_count() or 1) // 2))), "--dist", "worksteal"]
+        # PYTEST_ADDOPTS may have other options, and what pytest-xdist sets is for a test that calls this. Each training
+        # compiles a few kernels, for which processes of its own would take longer to start.
         variables = {name: value for name, value in environment().items() if not name.startswith("PYTEST_")}
+        variables.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         seconds, unfinished = 60 * self.args.minutes * TESTS_SHARE, set[str]()
         start = self.log.stat().st_size
         with (

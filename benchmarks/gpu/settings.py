@@ -51,12 +51,14 @@ def large_settings(precision: str) -> Settings:
     best = {**best_setting([4], precision), "activation_checkpointing": "full"}
     single = {**best, "batch_size": 1}
     adapters = {**best, "lora_r": 16}
+    has_8_bits = importlib.util.find_spec("torchao")
     return _named(
         precision,
         best,
-        adapters,
+        *([{**best, "optimizer": "adamw_8bit", "activation_checkpointing": "selective_op"}] if has_8_bits else []),
         {**adapters, "lora_base": "nf4"},
         {**single, "activation_checkpointing": "selective_op"},
+        adapters,
         {**adapters, "activation_checkpointing": "selective_op"},
         {**best, "deterministic": True},
         single,
@@ -77,6 +79,8 @@ def name_of(values: dict[str, Any], precision: str) -> str:
             yield values["precision"]
         if "activation_checkpointing" in values:
             yield f"checkpointing {values['activation_checkpointing']}"
+        if "optimizer" in values:
+            yield values["optimizer"]
         if "fsdp" in values:
             yield "CPU offload"
         if "lora_r" in values:

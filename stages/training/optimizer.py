@@ -92,6 +92,13 @@ def _allocate_state(optimizer: Optimizer) -> None:
 
 def _adamw_8bit(groups: list[dict[str, Any]], options: dict[str, Any]) -> Optimizer:
     from torchao.optim import AdamW8bit  # slow to import, and an extra
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    @OptimState8bit.implements(torch.ops.aten.new_empty.default)  # type: ignore[untyped-decorator]
+    def new_empty(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """What torch's stager makes of a moment for an asynchronous save, before it copies its parts."""
+        moment, shape = args
+        return OptimState8bit.zeros(shape, moment.signed, moment.block_size, kwargs["device"], moment.dtype)
 
     on_cpu = groups[0]["params"][0].device.type == "cpu"
 
