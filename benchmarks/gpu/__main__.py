@@ -180,12 +180,12 @@ class Session:
         """Run tests, several at a time where that is possible: their models are small."""
         command = [*PYTEST, "-p", "benchmarks.gpu.outcomes", "--capture=sys", *names]
         if importlib.util.find_spec("xdist"):
-            # Each starts trainings, whose processes import torch; their kernels are tiny.
-            command += ["-n", str(min(6, max(1, (os.cpu_count() or 1) // 2))), "--dist", "worksteal"]
-        # PYTEST_ADDOPTS may have other options, and what pytest-xdist sets is for a test that calls this. Each training
-        # compiles a few kernels, for which processes of its own would take longer to start.
+            # Their processes import torch for most of the time, and their kernels are tiny.
+            command += ["-n", str(max(1, min(14, len(os.sched_getaffinity(0)) - 2))), "--dist", "worksteal"]
+        # PYTEST_ADDOPTS may have other options, and what pytest-xdist sets is for a test that calls this. Each
+        # training compiles a few kernels.
         variables = {name: value for name, value in environment().items() if not name.startswith("PYTEST_")}
-        variables.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        variables.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
         seconds, unfinished = 60 * self.args.minutes * TESTS_SHARE, set[str]()
         start = self.log.stat().st_size
         with (

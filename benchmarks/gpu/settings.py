@@ -57,9 +57,9 @@ def large_settings(precision: str) -> Settings:
         best,
         *([{**best, "optimizer": "adamw_8bit", "activation_checkpointing": "selective_op"}] if has_8_bits else []),
         {**adapters, "lora_base": "nf4"},
-        {**single, "activation_checkpointing": "selective_op"},
-        adapters,
         {**adapters, "activation_checkpointing": "selective_op"},
+        adapters,
+        {**single, "activation_checkpointing": "selective_op"},
         {**best, "deterministic": True},
         single,
     )

@@ -5,6 +5,9 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +260,12 @@ def train(project: Project, fault: str = "", status: int = 0, **variables: str) 
     return project.run(*LAUNCH, status=status, timeout=600, **{**GPU, **variables, **environment(fault)})
 
 
+def at_once(*calls: Callable[[], str]) -> list[str]:
+    """Call each in a thread: most of the time that a training takes here, its processes import."""
+    with ThreadPoolExecutor() as threads:
+        return [future.result() for future in [threads.submit(call) for call in calls]]
+
+
 def losses(project: Project) -> np.ndarray:
     return np.genfromtxt(newest_checkpoint(project, 12) / "history.tsv", delimiter="\t", names=True)["loss"][1:]
 
@@ -266,8 +275,7 @@ def test_a_killed_training_continues(training: Project, compile_blocks: bool) ->
     """To the same losses, up to the rounding of kernels that sum in any order."""
     training.set(precision="bf16", compile=compile_blocks)
     undisturbed = training.copy(training.path.with_name("undisturbed"))
-    train(undisturbed)
-    train(training, "kill rank 0 at step 5", status=1)
+    at_once(partial(train, undisturbed), partial(train, training, "kill rank 0 at step 5", status=1))
     assert re.search(r"resuming from step [24] of 12", train(training))
     np.testing.assert_allclose(losses(training), losses(undisturbed), rtol=0.01)
     metrics = training.json("outputs/train_metrics.json")
@@ -330,14 +338,13 @@ def test_a_deterministic_training_that_was_killed_continues_to_the_same_bits(
         runtime={"profile_steps": [9, 10]},
     )  # fmt: skip
     undisturbed = training.copy(training.path.with_name("undisturbed"))
-    output = train(undisturbed)
+    output, _ = at_once(partial(train, undisturbed), partial(train, training, "kill rank 0 at step 5", status=1))
     assert re.search(
         r"^training with 1 rank \(NVIDIA .*\): precision bf16, attention .*, strategy none, batch 8 = 1 rank x .*, "
         r"activation checkpointing selective_op, (compiled, )?deterministic, memory ",
         output,
         re.M,
     )
-    train(training, "kill rank 0 at step 5", status=1)
     assert re.search(r"resuming from step [24] of 12", train(training))
     assert weights(training) == weights(undisturbed)
     for project in (training, undisturbed):
@@ -357,8 +364,8 @@ def test_adapters_that_were_killed_continue_to_the_same_bits(tmp_path: Path, bas
     make_adapted(project, **WIDE)
     project.set(lora_base=base, lora_target_modules="all-linear", compile=True, deterministic=True)
     undisturbed = project.copy(tmp_path / "undisturbed")
-    assert "LoRA of rank 4" + " on NF4" * bool(base) in train(undisturbed)
-    train(project, "kill rank 0 at step 5", status=1)
+    output, _ = at_once(partial(train, undisturbed), partial(train, project, "kill rank 0 at step 5", status=1))
+    assert "LoRA of rank 4" + " on NF4" * bool(base) in output
     assert re.search(r"resuming from step [24] of 12", train(project))
     assert weights(project) == weights(undisturbed)
 
@@ -385,9 +392,9 @@ def test_all_stages_run_on_a_gpu(tmp_path: Path) -> None:
 def test_tf32_is_near_fp32(training: Project) -> None:
     training.set(precision="fp32")
     exact = training.copy(training.path.with_name("exact"))
-    train(exact)
     training.set(tf32=True)
-    assert "precision fp32, TF32, " in train(training)
+    output, _ = at_once(partial(train, training), partial(train, exact))
+    assert "precision fp32, TF32, " in output
     np.testing.assert_allclose(losses(training), losses(exact), rtol=0.01)
     assert not np.array_equal(losses(training), losses(exact))
 
@@ -397,9 +404,8 @@ def test_tf32_is_near_fp32(training: Project) -> None:
 def test_8_bits_are_near_bf16_and_resume(training: Project, changes: dict[str, str]) -> None:
     training.set(precision="bf16")
     bf16 = training.copy(training.path.with_name("bf16"))
-    train(bf16)
     training.set(**changes)
-    train(training, "kill rank 0 at step 5", status=1)
+    at_once(partial(train, bf16), partial(train, training, "kill rank 0 at step 5", status=1))
     assert re.search(r"resuming from step [24] of 12", train(training))
     np.testing.assert_allclose(losses(training), losses(bf16), rtol=0.05)
     manifests = [CheckpointManifest.read(newest_checkpoint(project, 12)) for project in (training, bf16)]
@@ -417,7 +423,7 @@ def test_more_ranks_than_gpus_and_broken_ones_end_the_launch(training: Project) 
 def test_a_gpu_trains_on_the_same_rows_as_two_ranks_on_the_cpu_to_the_same_losses(training: Project) -> None:
     training.set(precision="fp32")
     cpu = training.copy(training.path.with_name("cpu"))
-    train(cpu, CUDA_VISIBLE_DEVICES="")
+    tolerances: dict[Project, dict[str, float]] = {}
     for number, (changes, tolerance) in enumerate((
         ({}, {"rtol": 0, "atol": 1e-3}),
         ({"precision": "bf16", "loss": "fused"}, {"rtol": 0.01}),
@@ -425,7 +431,9 @@ def test_a_gpu_trains_on_the_same_rows_as_two_ranks_on_the_cpu_to_the_same_losse
     )):  # fmt: skip
         gpu = training.copy(training.path.with_name(str(number)))
         gpu.set(**changes)
-        train(gpu)
+        tolerances[gpu] = tolerance
+    at_once(partial(train, cpu, CUDA_VISIBLE_DEVICES=""), *(partial(train, gpu) for gpu in tolerances))
+    for gpu, tolerance in tolerances.items():
         np.testing.assert_allclose(losses(gpu), losses(cpu), **tolerance)
 
 
