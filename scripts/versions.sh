@@ -11,7 +11,7 @@ for resolution in lowest-direct highest; do
     # setuptools first: it builds antlr4-python3-runtime (of dvc), which has no wheel.
     uv pip install --quiet --python "$environment" 'setuptools>=77'
     uv pip install --quiet --python "$environment" --resolution "$resolution" --upgrade --no-build-isolation \
-        --extra dev --requirement pyproject.toml
+        --extra dev --extra adamw_8bit --extra wandb --requirement pyproject.toml
     export PATH="$environment/bin:$PATH"
     python -m scripts.install_encoder
     echo "versions: $resolution: $(python -c 'import torch, transformers; print(torch.__version__, transformers.__version__)')"

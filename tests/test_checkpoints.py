@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from stages.base.errors import StageError
@@ -39,6 +40,7 @@ from stages.checkpointing.saver import Saver, load
 from stages.export.mapped import ShardedTensors, write_safetensors
 from stages.launching.runtime import TrainRuntime
 from stages.ranks.watchdog import Heartbeat
+from stages.training.optimizer import make_optimizer
 from stages.training.params import TrainParams
 from tests.project import REPO, Project, run_here
 from tests.trainings import checkpoint_manifest, train_state, write_checkpoint
@@ -175,6 +177,21 @@ def test_an_asynchronous_save_writes_the_bytes_of_a_synchronous_one(mesh: Device
     parts = {"transposed": {"transposed": (3, 2)}}
     write_safetensors(ShardedTensors(path).load, parts, path, 1, {"transposed": torch.float32})
     assert torch.equal(load_file(path / "model.safetensors")["transposed"], expected.get_buffer("transposed"))
+
+
+def test_moments_in_8_bits_are_saved_asynchronously(params: TrainParams, mesh: DeviceMesh, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    layer = fully_shard(torch.nn.Linear(64, 64), mesh=mesh)
+    optimizer = make_optimizer(layer, replace(params, optimizer="adamw_8bit"))
+    layer(torch.randn(8, 64)).square().sum().backward()
+    optimizer.step()
+    written = []
+    for asynchronous in (False, True):
+        path = tmp_path / str(asynchronous) / step_name(1)
+        with open_saver(asynchronous) as saver:
+            saver.save(path, layer, optimizer, train_state(), {}, checkpoint_manifest())
+        written.append([file.read_bytes() for file in sorted(path.rglob("*.distcp"))])
+    assert len(written[0]) == 2 and written[0] == written[1]
 
 
 def test_27_what_is_no_checkpoint_makes_room_for_one(mesh: DeviceMesh, tmp_path: Path) -> None:

@@ -487,11 +487,15 @@ def test_the_8_bit_optimizer_skips_what_torchao_does_not(params: TrainParams, mo
             self.found_inf = None  # SGD refuses it, torchao does not know it
             super().step(closure)
 
-    for name in ("torchao", "torchao.optim"):
+    contents: dict[str, dict[str, Any]] = {
+        "torchao": {}, "torchao.optim": {"AdamW8bit": AdamW8bit},
+        "torchao.optim.subclass_8bit": {"OptimState8bit": mock.Mock()},
+    }  # fmt: skip
+    for name, content in contents.items():
         module = types.ModuleType(name)
         module.__spec__ = ModuleSpec(name, None)
+        vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
-    module.AdamW8bit = AdamW8bit  # type: ignore[attr-defined]
     layer = nn.Linear(2, 2)
     optimizer = make_optimizer(layer, dataclasses.replace(params, optimizer="adamw_8bit"))
     assert optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]  # else GradScaler decides by itself

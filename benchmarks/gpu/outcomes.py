@@ -19,7 +19,7 @@ def pytest_runtest_logreport(report: Any) -> None:
         crash = getattr(report.longrepr, "reprcrash", None)
         _print(report.nodeid, {"error": (crash.message if crash else report.longreprtext)[:300]})
     elif report.skipped or report.when == "call":
-        _print(report.nodeid, {"skipped" if report.skipped else "passed": 1})
+        _print(report.nodeid, {"skipped" if report.skipped else "passed": 1, "seconds": round(report.duration)})
 
 
 def _print(nodeid: str, outcome: Row) -> None:

@@ -51,7 +51,7 @@ def dequantize(packed: Tensor, in_features: int, dtype: torch.dtype) -> Tensor:
     num_rows = max(1, _ELEMENTS // in_features)
     for rows, own, factors in zip(*(tensor.split(num_rows) for tensor in (weight, codes, scales)), strict=True):
         blocks = nn.functional.embedding(own.int(), _pairs(packed.device)).view(len(rows), -1, BLOCK)
-        rows.unflatten(-1, (-1, BLOCK)).copy_(blocks.mul_(factors.contiguous().view(torch.float32)[..., None]))
+        torch.mul(blocks, factors.contiguous().view(torch.float32)[..., None], out=rows.unflatten(-1, (-1, BLOCK)))
     return weight
 
 
