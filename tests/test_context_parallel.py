@@ -1,6 +1,6 @@
 """Context parallelism: ranks that share rows compute what one rank computes, with documents apart; and what is refused.
 
-On CPUs, with gloo. No GPU has run it.
+On CPUs, with gloo. In tests/gpu, two ranks share a GPU.
 """
 
 import dataclasses
