@@ -639,9 +639,12 @@ def test_what_is_not_as_the_hub_lists_it_or_needs_more_than_data_sets_is_not_fet
         ({"task": "x", "tag": "group"}, None),
         ({"task": "group", **BASE, "output_type": "multiple_choise"}, r"'multiple_choise' \(did you mean multiple_"),
         ({"group": "group", "task": [{"task": "own", **BASE, "output_type": "x"}]}, "not valid: .*output_type is 'x'"),
+        ({"task": "group", **BASE, "doc_to_txt": "x"}, r"'doc_to_txt' is no key of a task \(did you mean doc_to_text"),
+        ({"group": "group", "task": [{"task": "mc", "fewshots": 1}]}, "'fewshots' is no key of a task"),
+        ({"task": "group", "class": "!function own.Task", "own": 1}, None),
         ({"task": "group", **BASE, "test_split": "validation"}, "split 'validation', but .* have test"),
         ({"task": "group", **BASE, "dataset_kwargs": {"data_files": "evals/rows.jsonl"}}, "but .* have train"),
-        ({"group": "group", "task": ["group", 3]}, "tasks: group is not valid: AttributeError"),
+        ({"group": "group", "task": ["group", 3]}, "not valid: ValueError: 3 is neither a name nor"),
         (["group"], "evals/group.yaml is no valid YAML of a task: ValueError: it has no keys"),
     ],
 )
@@ -649,6 +652,16 @@ def test_names_are_checked_without_lm_eval(project: Project, config: Any, messag
     Path("evals/group.yaml").write_text(yaml.safe_dump(config))
     with pytest.raises(StageError, match=message) if message else nullcontext():
         public.check(["group"])
+
+
+def test_the_keys_of_tasks_are_those_of_lm_eval(installed: Path) -> None:
+    code = """
+from dataclasses import fields
+from lm_eval.config.group import GroupConfig
+from lm_eval.config.task import TaskConfig
+print(*(field.name for config in (GroupConfig, TaskConfig) for field in fields(config)))"""
+    found = run_python(code, PYTHONPATH=os.pathsep.join([str(REPO), str(installed)]))
+    assert {*found.stdout.split(), "class", "include", "tag", "task_list"} == public.KEYS, found.stderr
 
 
 def test_a_second_fetch_waits_before_it_reads_the_manifest(

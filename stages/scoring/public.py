@@ -23,6 +23,15 @@ PUBLIC = EVALS / "public"
 FETCH = "run `python -m stages.score --fetch {}` on a machine with internet access"
 OUTPUT_TYPES = ("generate_until", "loglikelihood", "loglikelihood_rolling", "multiple_choice")
 """What lm-eval can ask a model for, its default first."""
+KEYS = {
+    "aggregate_metric_list", "class", "custom_dataset", "dataset_kwargs", "dataset_name", "dataset_path", "description",
+    "doc_to_audio", "doc_to_choice", "doc_to_decontamination_query", "doc_to_image", "doc_to_target", "doc_to_text",
+    "fewshot_config", "fewshot_delimiter", "fewshot_split", "filter_list", "gen_prefix", "generation_kwargs", "group",
+    "group_alias", "include", "metadata", "metric_list", "num_fewshot", "output_type", "process_docs",
+    "process_results", "repeats", "should_decontaminate", "tag", "target_delimiter", "task", "task_alias", "task_list",
+    "test_split", "training_split", "unsafe_code", "use_prompt", "validation_split",
+}  # fmt: skip
+"""Of lm-eval's tasks and groups. A test compares them with those of the version that is installed."""
 _BUILDERS = ("arrow", "csv", "json", "pandas", "parquet", "text")
 """Of `datasets`: they read files of this machine."""
 
@@ -163,12 +172,16 @@ def check(entries: list[str]) -> None:
 
 def _check_config(config: dict[str, Any]) -> Iterator[str]:
     """Check how a task of yours is measured, and that its data are there; yields the tasks in a group."""
+    if "class" not in config and (unknown := sorted(map(str, {*config} - KEYS))):
+        raise ValueError(f"{unknown[0]!r} is no key of a task{nearest(unknown[0], KEYS)}")
     if (kind := config.get("output_type") or OUTPUT_TYPES[0]) not in OUTPUT_TYPES:
         raise ValueError(f"output_type is {kind!r}{nearest(str(kind), OUTPUT_TYPES)}")
     for member in config["task"] if isinstance(config.get("task"), list) else ():
         if isinstance(member, str):
             yield member
             continue
+        if not isinstance(member, dict):
+            raise ValueError(f"{member!r} is neither a name nor a task")
         yield from _check_config(member)  # a group or a task that is written here
         name = member.get("task") or member.get("group")  # else of another one, with changes
         if isinstance(name, str) and "dataset_path" not in member:
