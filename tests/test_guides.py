@@ -74,6 +74,11 @@ def test_what_runs_again_is_what_dvc_watches() -> None:
             assert read[name] == {*re.findall(r"`(.*?)`", readers)}, name
 
 
+def test_the_row_that_a_guide_shows_is_that_of_the_table() -> None:
+    (shown,) = re.findall(r"^qwen3,.*$", (REPO / "docs/models.md").read_text(), re.MULTILINE)
+    assert shown in (REPO / "docs/models.csv").read_text().splitlines()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["data", "conversations"])
 def test_a_guide_to_data_says_what_to_set_and_to_run(tmp_path: Path, name: str) -> None:
