@@ -23,6 +23,7 @@ from stages.base.params_file import load_params
 from stages.checks import dvc_settings, findings, launch, machine
 from stages.checks.findings import Found
 from stages.launching.runtime import TrainRuntime
+from stages.scoring import packages
 from tests.project import REPO, Project, run_here, run_python
 
 pytestmark = pytest.mark.filterwarnings("ignore:_NoneStep:DeprecationWarning")  # of what DVC uses
@@ -91,6 +92,12 @@ def test_a_project_that_can_train_has_no_errors(ready: Project) -> None:
         assert expected in found
     ready.set(tasks=["none"])
     assert "tasks: 'none' is neither in evals/ nor fetched" in diagnose()
+    shutil.copytree(REPO / "evals", "evals")
+    shutil.copy(REPO / packages.LOCK, ".")
+    ready.set(tasks=["evals/sums.yaml"])
+    assert "score will install lm-eval" in diagnose("warning")
+    packages.directory().mkdir(parents=True)
+    assert "lm-eval" not in diagnose("warning")
     ready.set(max_shard_size="5 potatoes", tasks=[])  # which consolidate would refuse, after the training
     assert "max_shard_size is '5 potatoes'" in diagnose()
     ready.set(max_shard_size="5GB", deduplicate="all")

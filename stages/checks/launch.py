@@ -26,7 +26,7 @@ from stages.ranks.gpus import DEVICES, num_devices
 from stages.ranks.process_group import check_devices, use_gpu
 from stages.report import ReportParams
 from stages.score import ScoreParams, ScoreRuntime
-from stages.scoring import public
+from stages.scoring import packages, public
 from stages.training.params import TrainParams
 
 
@@ -44,11 +44,17 @@ def load() -> Found[Settings]:
     for params in (*of_data, PlanParams, ConsolidateParams, EvaluateParams, ReportParams):
         load_params(params)
     load_params(ScoreRuntime, "runtime")  # has what TrainRuntime lacks
-    public.check(load_params(ScoreParams).tasks)
+    tasks = load_params(ScoreParams).tasks
+    public.check(tasks)
     settings = Settings(load_params(DownloadParams), load_params(TrainParams), load_params(TrainRuntime, "runtime"))
     if settings.runtime.nproc_per_node:
         settings.train.check_ranks_of_node(settings.runtime.nproc_per_node)
     yield ok("params.yaml is valid")
+    if tasks and not packages.directory().is_dir():
+        yield warning(
+            "score will install lm-eval for `tasks` after the training, and fail where there is no package index",
+            "`python -m stages.scoring.packages` installs it now",
+        )
     return settings
 
 
