@@ -88,8 +88,9 @@ def write_tokenizer(directory: Path, words: list[str]) -> None:
 
 
 def full_value(tensor: torch.Tensor) -> torch.Tensor:
-    """The full value of a parameter, which may be a DTensor sharded over the ranks."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """The full value of a parameter or of a moment, which may be a DTensor sharded over the ranks, and quantized."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.dequantize() if hasattr(full, "codes") else full
 
 
 class CountedGraphs:

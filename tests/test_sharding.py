@@ -55,7 +55,12 @@ MODELS: dict[str, transformers.PreTrainedConfig] = {
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, tie_word_embeddings=True, eos_token_id=0, bos_token_id=None,
     ),
+    "odd": transformers.LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=100, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, tie_word_embeddings=True, eos_token_id=0, bos_token_id=None,
+    ),
 }  # fmt: skip
+"""`odd`: the 8-bit optimizer makes blocks of what a rank has of its layers, but not of what each of two ranks has."""
 STRATEGIES: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {},
     "SHARD_GRAD_OP": {"sharding_strategy": "SHARD_GRAD_OP"},
@@ -99,8 +104,9 @@ RESUMED: dict[str, dict[str, Any]] = {
     "compiled": {"precision": "bf16", "activation_checkpointing": "selective_op", "compile": True},
 }
 if importlib.util.find_spec("torchao"):
-    RESUMED["adamw_8bit"] = {"optimizer": "adamw_8bit"}
+    RESUMED["fp16 adamw_8bit"] = {"precision": "fp16", "optimizer": "adamw_8bit"}
     RESUMED["fp8"] = {"precision": "fp8"}
+    RELOADED += (("FULL_SHARD", "ddp", {"optimizer": "adamw_8bit"}), ("ddp", "FULL_SHARD", {"optimizer": "adamw_8bit"}))
 
 
 def trained(directory: Path, params: TrainParams) -> dict[str, Any]:
@@ -136,11 +142,12 @@ def reloaded(directory: Path, params: TrainParams) -> list[Any]:
     """What is trained, in the training that saves and in the one that loads."""
     results = []
     for number, (saving, loading, changes) in enumerate(RELOADED):
-        one = Training(directory / "llama", changed(params, STRATEGIES[saving], **changes))
+        model = directory / ("odd" if "optimizer" in changes else "llama")
+        one = Training(model, changed(params, STRATEGIES[saving], **changes))
         one.train(2)  # after the first one, the moments of A are 0
         path = directory / f"reloaded-{number}" / "step-00000002"
         one.save(path)
-        two = Training(directory / "llama", changed(params, STRATEGIES[loading], **changes), initialize=False)
+        two = Training(model, changed(params, STRATEGIES[loading], **changes), initialize=False)
         two.load(path)
         results.append((one.trained(), two.trained()))
     return results
@@ -290,9 +297,11 @@ def test_embeddings_of_their_own_are_gathered_once_per_forward_pass(results: lis
 
 def test_a_checkpoint_of_one_strategy_gives_each_row_back_to_another(results: list[dict[str, Any]]) -> None:
     for rank in results:
-        for saved, loaded in rank["reloaded"]:
+        for (saved, loaded), (*_, changes) in zip(rank["reloaded"], RELOADED, strict=True):
             assert all(tensor.any() for tensor in saved.values())
-            torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
+            for key, tensor in saved.items():
+                rounding = 0.01 * float(tensor.abs().max()) if "optimizer" in changes and " exp_avg" in key else 0
+                torch.testing.assert_close(loaded[key], tensor, rtol=0, atol=rounding)
 
 
 @pytest.mark.parametrize("name", RESUMED)

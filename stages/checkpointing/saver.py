@@ -24,7 +24,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stages.base import publish
 from stages.base.errors import StageError, Unavailable, as_stage_error
@@ -84,6 +87,29 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
     def __init__(self, goes_on: Callable[[], None]) -> None:
         super().__init__()
         self._goes_on = goes_on
+        self._in_full: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Quantized tensors that are read in parts which divide a block, and their values: by their names."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """What to read. A plain tensor as a part of a quantized one is a copy: what is read there would be lost."""
+        plan = super().create_local_plan()
+        for item in plan.items:
+            tensor = self.lookup_tensor(item.dest_index)
+            part = self.transform_tensor(item, tensor)
+            if is_traceable_wrapper_subclass(tensor) and not is_traceable_wrapper_subclass(part):
+                self._in_full[item.dest_index.fqn] = tensor, torch.empty(tensor.shape)
+        return plan
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """Where a tensor is read to."""
+        if index.fqn in self._in_full:
+            return self._in_full[index.fqn][1]
+        return super().lookup_tensor(index)
+
+    def finish(self) -> None:
+        """Quantize what was read in full."""
+        for tensor, values in self._in_full.values():
+            tensor.copy_(values.to(tensor.device))
 
     def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
         """The tensor has been read."""
@@ -320,7 +346,9 @@ def _read_tensors(checkpoint: Path, tensors: dict[str, Any], goes_on: Callable[[
         with warnings.catch_warnings(), paused_collector():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             for kind, part in tensors.items():
-                dcp.load(part, storage_reader=Reader(checkpoint / kind), planner=_LoadPlanner(goes_on), no_dist=True)
+                planner = _LoadPlanner(goes_on)
+                dcp.load(part, storage_reader=Reader(checkpoint / kind), planner=planner, no_dist=True)
+                planner.finish()
     except CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))
         raise StageError(f"could not read {checkpoint}: {cause}") from None

@@ -1,5 +1,6 @@
 """AdamW, with its moments in fp32 or in 8 bits."""
 
+import math
 import re
 from typing import Any
 
@@ -99,6 +100,17 @@ def _adamw_8bit(groups: list[dict[str, Any]], options: dict[str, Any]) -> Optimi
         """What torch's stager makes of a moment for an asynchronous save, before it copies its parts."""
         moment, shape = args
         return OptimState8bit.zeros(shape, moment.signed, moment.block_size, kwargs["device"], moment.dtype)
+
+    @OptimState8bit.implements(torch.ops.aten.slice.Tensor)  # type: ignore[untyped-decorator]
+    def rows(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Some rows, for a checkpoint of other ranks. torchao refuses those that divide a block: here a plain copy."""
+        moment, _, *ends = args[:4]
+        codes, scale, size = moment.codes, moment.scale, moment.block_size
+        start, end = (index * math.prod(moment.shape[1:]) for index in ends)
+        if start % size or end % size:
+            return function(moment.dequantize(), *args[1:], **kwargs)
+        scale = scale[start // size : end // size]
+        return OptimState8bit(function(codes, *args[1:], **kwargs), scale, moment.qmap, moment.signed, moment.dtype)
 
     on_cpu = groups[0]["params"][0].device.type == "cpu"
 
