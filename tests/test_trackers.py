@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 from stages.base.errors import StageError
+from stages.base.history import History, Table
 from stages.launching import trackers
 
 
@@ -28,7 +29,11 @@ def run(tmp_path: Path) -> Any:
 
 def train(name: str, run: Any, start: int, steps: range) -> None:
     """A start of the run, from the checkpoint of step `start`."""
-    tracker = trackers.start_tracker(name, run, start)
+    history, speed = History(), Table(["step", "tokens_per_second", "mfu"])
+    for step in range(start + 1) if start else ():
+        history.add(step=step, loss=10.0 - step)
+        speed.add(step=step, tokens_per_second=5.0)
+    tracker = trackers.start_tracker(name, run, start, (history, speed))
     for step in steps:
         tracker.log(step, {"loss": 10.0 - step})
         tracker.log(step, {"tokens_per_second": 5.0, "mfu": None})
@@ -57,26 +62,32 @@ def test_a_tracker_whose_disk_is_full_ends_no_training(
     assert capsys.readouterr().out.startswith("warning: runtime.tracker gets nothing more until the next launch: No ")
 
 
-def test_wandb_gets_each_step_once_after_a_kill_and_stays_offline(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_has_each_step_once_after_a_kill_and_stays_offline(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
-    logged: list[tuple[int, dict[str, float]]] = []
+    starts: list[list[tuple[int, dict[str, float]]]] = []
     asked: dict[str, Any] = {}
 
     class Started:
         def log(self, values: dict[str, float], step: int) -> None:
-            logged.append((step, values))
+            starts[-1].append((step, values))
 
         def finish(self) -> None:
             pass
 
     def init(**options: Any) -> Started:
         asked.update(options)
+        starts.append([])
+        (run.log_directory / f"wandb/offline-run-{len(starts)}-{options['id']}").mkdir()
         return Started()
 
     monkeypatch.setattr(wandb, "init", init)
     train("wandb", run, 0, range(6))
     train("wandb", run, 4, range(5, 9))
-    assert [step for step, values in logged if "loss" in values] == list(range(9))
+    for name, value in ("loss", 4.0), ("tokens_per_second", 5.0):
+        assert [step for step, values in starts[-1] if name in values] == list(range(9))
+        assert {step: values[name] for step, values in starts[-1] if name in values}[6] == value
+    assert [step for step, _ in starts[-1]] == sorted(step for step, _ in starts[-1])  # wandb drops what goes back
+    assert [path.name for path in (run.log_directory / "wandb").iterdir()] == [f"offline-run-2-{run.run_id}"]
     assert (asked["mode"], asked["id"], asked["config"]["lr"]) == ("offline", run.run_id, 0.1)
 
 

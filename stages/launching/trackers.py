@@ -1,17 +1,17 @@
 """The metrics of a training for TensorBoard or Weights & Biases, whose packages are extras of pyproject.toml.
 
-Both write below outputs/<experiment_name>/, and neither opens a connection. Only rank 0 has a tracker. A resumed run
-appends, and no step of it is shown twice.
+Both write below outputs/<experiment_name>/, and neither opens a connection. Only rank 0 has a tracker. No step of a
+resumed run is shown twice.
 """
 
 import dataclasses
 import importlib.util
-import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from stages.base.errors import StageError, as_stage_error
-from stages.base.history import Row
+from stages.base.history import Row, Table
 from stages.checkpointing.run import Run
 from stages.launching.console import print_line
 
@@ -35,12 +35,12 @@ def check(name: str) -> None:
         )
 
 
-def start_tracker(name: str, run: Run, step: int) -> Tracker:
-    """The tracker that `runtime.tracker` names, for a run that continues after `step`."""
+def start_tracker(name: str, run: Run, step: int, tables: Sequence[Table]) -> Tracker:
+    """The tracker that `runtime.tracker` names, for a run that continues after `step`, with its rows until there."""
     if name == "tensorboard":
         return _Dispensable(_TensorBoard(run.log_directory / "tensorboard" / run.run_id, step))
     if name == "wandb":
-        return _Dispensable(_Wandb(run))
+        return _Dispensable(_Wandb(run, tables))
     return Tracker()
 
 
@@ -81,27 +81,29 @@ class _TensorBoard(Tracker):
 
 
 class _Wandb(Tracker):
-    """Always offline. `wandb sync` uploads all starts of a run as one, because they have the same id."""
+    """Always offline. Each start writes a directory with all rows of the run, for `wandb sync`.
 
-    def __init__(self, run: Run) -> None:
+    It begins with those of the checkpoint, and deletes the directories of earlier starts: they lack what wandb wrote
+    late, have steps that are repeated, and one that is uploaded may replace another.
+    """
+
+    def __init__(self, run: Run, tables: Sequence[Table]) -> None:
         import wandb
 
         directory = run.log_directory / "wandb"
         directory.mkdir(parents=True, exist_ok=True)
-        # What was logged cannot be undone: steps that are repeated are left out. Not opened with "a", where a write
-        # appends whatever its offset is; the number below has a fixed length, so it replaces the one before.
-        self._steps = os.open(directory / f"{run.run_id}.step", os.O_RDWR | os.O_CREAT, 0o666)
-        self._last = int(os.pread(self._steps, 20, 0) or -1)
+        for earlier in directory.glob(f"offline-run-*-{run.run_id}"):
+            shutil.rmtree(earlier, ignore_errors=True)  # its process may still be there
         self._run = wandb.init(
             mode="offline", dir=run.log_directory, project=run.params.experiment_name, id=run.run_id, name=run.run_id,
             config=dataclasses.asdict(run.params), settings=wandb.Settings(console="off", silent=True),
         )  # fmt: skip
+        rows = [row for table in tables for row in table.rows()]
+        for row in sorted(rows, key=lambda row: row["step"] or 0):
+            self.log(int(row.pop("step") or 0), row)
 
     def log(self, step: int, row: Row) -> None:
-        if step > self._last:
-            self._run.log({name: value for name, value in row.items() if value is not None}, step=step)
-            os.pwrite(self._steps, b"%20d" % step, 0)
+        self._run.log({name: value for name, value in row.items() if value is not None}, step=step)
 
     def close(self) -> None:
         self._run.finish()
-        os.close(self._steps)
