@@ -75,12 +75,14 @@ def test_wandb_has_each_step_once_after_a_kill_and_stays_offline(run: Any, monke
             pass
 
     def init(**options: Any) -> Started:
+        assert not wandb.env.error_reporting_enabled()
         asked.update(options)
         starts.append([])
         (run.log_directory / f"wandb/offline-run-{len(starts)}-{options['id']}").mkdir()
         return Started()
 
     monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "true")  # as it is without a value
     train("wandb", run, 0, range(6))
     train("wandb", run, 4, range(5, 9))
     for name, value in ("loss", 4.0), ("tokens_per_second", 5.0):

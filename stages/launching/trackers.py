@@ -6,6 +6,7 @@ resumed run is shown twice.
 
 import dataclasses
 import importlib.util
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -90,6 +91,7 @@ class _Wandb(Tracker):
     def __init__(self, run: Run, tables: Sequence[Table]) -> None:
         import wandb
 
+        os.environ["WANDB_ERROR_REPORTING"] = "false"  # or it looks up a server of its makers, even offline
         directory = run.log_directory / "wandb"
         directory.mkdir(parents=True, exist_ok=True)
         for earlier in directory.glob(f"offline-run-*-{run.run_id}"):
