@@ -10,7 +10,7 @@ import pytest
 
 from stages.base.errors import StageError, as_stage_error, explained
 from stages.base.summary import counted, table
-from tests.project import REPO
+from tests.project import REPO, run_python
 
 PROGRAM = """
 import sys
@@ -74,6 +74,14 @@ def test_code_of_another_clone_is_refused(tmp_path: Path) -> None:
         f"error: the code that runs is {REPO / 'stages'}, and DVC watches {tmp_path / 'stages'}: unset PYTHONPATH "
         f"({REPO}) and PYTHONSAFEPATH (1)\n"
     )
+
+
+def test_torchao_prints_nothing(empty_project: Path) -> None:
+    """The library transformers imports it in most stages; a line `Failed to load ...` looked like their error."""
+    pytest.importorskip("torchao")
+    code = f"import sys; sys.path += {sys.path}\nfrom stages.base import command\n"
+    found = run_python(code + "command.run(lambda: print(__import__('transformers.quantizers.auto'), *sys.modules))")
+    assert " torchao " in found.stdout and found.stderr == ""
 
 
 def test_numbers_of_all_stages_stand_below_each_other() -> None:

@@ -1,6 +1,7 @@
 """How a stage runs from the command line, and how it reports errors."""
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -59,6 +60,8 @@ def run(main: Callable[[], None], after_interrupt: str = "run it again") -> None
         sys.exit(_fail(problem))
     if "DVC_STAGE" in os.environ:
         process.die_with_parent(signal.SIGTERM)  # not SIGKILL: a training saves a checkpoint first
+    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which warns that it lacks libraries
+        logging.getLogger(name).setLevel(logging.ERROR)
     with process.raise_on_interrupt() as received:
         try:
             main()
