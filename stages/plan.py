@@ -537,7 +537,7 @@ def estimate(
 
     Raises:
         StageError: the rows are too long for the model, there are too few, the model has no layers as in
-            `fsdp.wrap_layer_cls`, or the optimizer's package is not installed.
+            `fsdp.wrap_layer_cls`, fp8 refuses the tokens of a pass, or the optimizer's package is not installed.
     """
     # `plan` runs before the training, so what would fail there is refused here, without a GPU.
     if model.max_seq_length is not None and train.seq_length > model.max_seq_length:
@@ -547,6 +547,7 @@ def estimate(
     params.fsdp.wrapped_classes(model)
     params.check_compile(model)
     params.check_lora(model)
+    params.check_tokens(train.seq_length)
     params.check_packages()
     trained_parameters, moments = params.num_trained(model), _MOMENTS[params.optimizer]
     order = RowOrder(params, train.num_rows, train.sources)

@@ -119,6 +119,9 @@ def test_what_the_training_would_lack_is_refused(
     message = r"LlamaForCausalLM has no LlamaDecodrLayer: use LlamaDecoderLayer \(its layers, .*\) or others .*LlamaMLP"
     with pytest.raises(StageError, match=message):
         plan.estimate(changed("LlamaDecodrLayer"), llama, ROWS, ROWS, None)
+    odd = dataclasses.replace(ROWS, seq_length=24)
+    with pytest.raises(StageError, match=r"a multiple of 16 tokens per forward pass, not batch_size 3 x seq_length 24"):
+        plan.estimate(changed(precision="fp8", batch_size=3), llama, odd, odd, None)
     for name in ("torchao", "torchao.optim"):  # the latter is found first, where it was imported before
         monkeypatch.setitem(sys.modules, name, None)
     message = " needs torchao, which is not installed: run `pip install torchao`"

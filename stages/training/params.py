@@ -192,6 +192,21 @@ class TrainParams(ScheduleParams, BuildParams):
                 "GPUs: use precision bf16"
             )
 
+    def check_tokens(self, seq_length: int) -> None:
+        """Check that matrix products in fp8 can have the tokens of a forward pass.
+
+        Raises:
+            StageError: they cannot.
+        """
+        size = self.context_parallel
+        # In the product that gives the gradient of a weight.
+        if self.precision == "fp8" and self.batch_size * seq_length % (16 * size):
+            shared = f" / context_parallel {size}" if size > 1 else ""
+            raise StageError(
+                f"precision fp8 needs a multiple of 16 tokens per forward pass, not batch_size {self.batch_size} x "
+                f"seq_length {seq_length}{shared}: use bf16, or another batch_size"
+            )
+
     @property
     def rows_per_validation_pass(self) -> int:
         """Rows per device and forward pass of a validation."""

@@ -30,13 +30,7 @@ def check_precision(params: TrainParams, seq_length: int) -> None:
             "precision fp8 needs GPUs of compute capability 8.9 or higher (Ada, Hopper and newer), "
             f"not {unfit[0] if unfit else 'CPUs'}: use bf16"
         )
-    size = params.context_parallel
-    shared = f" / context_parallel {size}" if size > 1 else ""
-    if params.batch_size * seq_length % (16 * size):  # in the product that gives the gradient of a weight
-        raise StageError(
-            f"precision fp8 needs a multiple of 16 tokens per forward pass, not batch_size {params.batch_size} x "
-            f"seq_length {seq_length}{shared}: use bf16, or another batch_size"
-        )
+    params.check_tokens(seq_length)
 
 
 def _has_float8(device: int) -> bool:
