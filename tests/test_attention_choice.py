@@ -365,6 +365,19 @@ def test_varlen_has_torchs_own_kernels_where_those_of_flash_attention_fail(
     assert not active, "sdpa would call them too"
 
 
+def test_a_deterministic_training_has_torchs_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flash Attention 3 before its version 3.0.0 adds up gradients in any order nevertheless."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", lambda name: None)
+    assert activate_kernels() == ("FA3",)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert activate_kernels() == ()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_a_rank_without_the_kernels_that_rank_0_has_chosen_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would compute with torch's own, and its gradients would differ without a word."""
 

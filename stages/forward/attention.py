@@ -107,6 +107,9 @@ AttentionInterface.register("varlen", varlen_attention)
 def activate_kernels(names: Sequence[str] | None = None) -> tuple[str, ...]:
     """Have `varlen` call Flash Attention 3 or 4, where one is installed and made for this GPU; else torch's own.
 
+    Torch's own too, where algorithms are to be deterministic: Flash Attention 3 before its version 3.0.0 adds up
+    gradients in any order nevertheless.
+
     Args:
         names: The one to call, or none: torch's own; None: the first that can be activated.
 
@@ -119,7 +122,7 @@ def activate_kernels(names: Sequence[str] | None = None) -> tuple[str, ...]:
     deactivate_kernels()
     activate: Any = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
     tried = names or ()
-    if names is None and torch.cuda.is_available():
+    if names is None and torch.cuda.is_available() and not torch.are_deterministic_algorithms_enabled():
         tried = {9: ("FA3", "FA4"), 10: ("FA4",)}.get(torch.cuda.get_device_capability()[0], ())
     for name in tried if activate else ():
         with suppress(ImportError, RuntimeError, ValueError):  # not installed, or built for another torch
