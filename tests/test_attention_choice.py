@@ -341,6 +341,15 @@ def test_on_gpus_a_function_is_tested_in_a_process_of_its_own(monkeypatch: pytes
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: fork)  # it imports no torch
     with pytest.raises(RuntimeError, match="the process that computes it was ended"):  # and not this one
         isolated("cuda", os._exit, 1)
+    assert isolated("cuda", os.getpid) != os.getpid()
+
+    def refuse(index: int) -> None:
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", refuse)
+    assert isolated("cuda", os.getpid) == os.getpid(), "in exclusive mode, no other process gets the GPU"
 
 
 def test_varlen_has_torchs_own_kernels_where_those_of_flash_attention_fail(

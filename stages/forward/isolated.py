@@ -18,6 +18,8 @@ T = TypeVar("T")
 def isolated(device: str, function: Callable[..., T], *args: Any) -> T:
     """Call `function`, on GPUs in a process that ends with the call, with the same device and the same precision.
 
+    In this process where the compute mode of the GPU is exclusive: no other one gets it.
+
     Args:
         device: `cuda` or `cpu`.
         function: Of a module; it catches its errors, as not every class of them passes to another process.
@@ -29,21 +31,31 @@ def isolated(device: str, function: Callable[..., T], *args: Any) -> T:
     if device != "cuda":
         return function(*args)
     settings = (
-        torch.cuda.current_device() if torch.cuda.is_available() else None, torch.get_float32_matmul_precision(),
-        torch.backends.cudnn.allow_tf32, torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        torch.are_deterministic_algorithms_enabled(),
+    )
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn, _start, (os.getpid(), *settings)) as executor:
         try:
+            if torch.cuda.is_available() and not executor.submit(_use_gpu, torch.cuda.current_device()).result():
+                return function(*args)
             return executor.submit(function, *args).result()
         except BrokenProcessPool:
             raise RuntimeError("the process that computes it was ended") from None
 
 
-def _start(parent: int, index: int | None, matmul_precision: str, cudnn_tf32: bool, deterministic: bool) -> None:
+def _start(parent: int, matmul_precision: str, cudnn_tf32: bool, deterministic: bool) -> None:
     die_with_parent(signal.SIGKILL, parent)
-    if index is not None:
-        torch.cuda.set_device(index)
     torch.set_float32_matmul_precision(matmul_precision)
     torch.backends.cudnn.allow_tf32 = cudnn_tf32
     torch.use_deterministic_algorithms(deterministic)
+
+
+def _use_gpu(index: int) -> bool:
+    try:
+        torch.cuda.set_device(index)
+        torch.ones((), device="cuda")
+    except RuntimeError:
+        return False
+    return True
