@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from stages.base.errors import StageError
 from stages.forward import attention, attention_choice
-from stages.forward.attention import activate_kernels, varlen_attention
+from stages.forward.attention import activate_kernels, deactivate_kernels, varlen_attention
 from stages.forward.attention_choice import choose_attention
 from stages.forward.batch import make_batch
 from stages.forward.isolated import isolated
@@ -375,16 +375,20 @@ def test_varlen_has_torchs_own_kernels_where_those_of_flash_attention_fail(
 
 
 def test_a_deterministic_training_has_torchs_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flash Attention 3 before its version 3.0.0 adds up gradients in any order nevertheless."""
+    """Flash Attention 3 before its version 3.0.0, and cuDNN, add up gradients in any order nevertheless."""
+    has_cudnn = torch.backends.cuda.cudnn_sdp_enabled
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", lambda name: None)
-    assert activate_kernels() == ("FA3",)
+    assert (activate_kernels(()), has_cudnn()) == ((), True)
+    assert (activate_kernels(), has_cudnn()) == (("FA3",), False), "torch 2.15 would call cuDNN in its place"
     torch.use_deterministic_algorithms(True)
     try:
-        assert activate_kernels() == ()
+        assert (activate_kernels(), has_cudnn()) == ((), False)
     finally:
         torch.use_deterministic_algorithms(False)
+        deactivate_kernels()
+    assert has_cudnn()
 
 
 def test_a_rank_without_the_kernels_that_rank_0_has_chosen_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
