@@ -24,7 +24,7 @@ from stages.checkpointing.lock import wait_for_ranks, writer_lock
 from stages.checkpointing.pointer import RunPointer, pointer_path
 from stages.checkpointing.run import SINCE_THE_LAUNCH, Run, describe, differences
 from stages.checkpointing.state import TrainMetrics
-from stages.launching import sbatch
+from stages.launching import sbatch, trackers
 from stages.launching.console import print_line
 from stages.launching.remedies import remedies
 from stages.launching.runtime import Launch, TrainRuntime, check_ranks, how_to_resume, read_launch
@@ -50,6 +50,7 @@ def main() -> None:
         return
     is_submitted, before = sbatch.submits(runtime), None
     if is_submitted and decide(run, how_to_resume(runtime), find(run)).action != "finished":
+        trackers.check(runtime.tracker)  # as the ranks do, which may wait for days in the queue
         before = _time_of(last)  # with resume=never, there may be that of an earlier job
         if status := sbatch.run_job(run, runtime):
             sys.exit(status)

@@ -101,6 +101,14 @@ def test_a_job_that_was_cancelled_before_it_started_has_not_trained(
         assert re.fullmatch(r"error: the job has ended, but has not written \S+/step-00000012: if .*\n", output)
 
 
+def test_a_job_whose_tracker_is_not_installed_is_not_submitted(here: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr(launch.sbatch, "run_job", pytest.fail)
+    monkeypatch.setattr(launch.trackers.importlib.util, "find_spec", lambda name: None)
+    here.set(runtime={"launcher": "sbatch", "tracker": "wandb"})
+    assert "the package wandb is not installed" in run_here("launch", status=2)
+
+
 @contextmanager
 def closed_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have this process print to a terminal that is closed."""
