@@ -108,7 +108,8 @@ def activate_kernels(names: Sequence[str] | None = None) -> tuple[str, ...]:
     """Have `varlen` call Flash Attention 3 or 4, where one is installed and made for this GPU; else torch's own.
 
     Torch's own too, where algorithms are to be deterministic: Flash Attention 3 before its version 3.0.0 adds up
-    gradients in any order nevertheless. So does cuDNN, which torch prefers to all of them since 2.15.
+    gradients in any order nevertheless. Never cuDNN, which torch prefers to all of them since 2.15: it adds up in any
+    order, and prepares itself anew for each number of documents.
 
     Args:
         names: The one to call, or none: torch's own; None: the first that can be activated.
@@ -120,22 +121,20 @@ def activate_kernels(names: Sequence[str] | None = None) -> tuple[str, ...]:
         StageError: the one to call, which another rank has chosen, cannot be activated here.
     """
     deactivate_kernels()
+    torch.backends.cuda.enable_cudnn_sdp(False)
     activate: Any = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
     tried = names or ()
-    is_deterministic = torch.are_deterministic_algorithms_enabled()
-    if names is None and torch.cuda.is_available() and not is_deterministic:
+    if names is None and torch.cuda.is_available() and not torch.are_deterministic_algorithms_enabled():
         tried = {9: ("FA3", "FA4"), 10: ("FA4",)}.get(torch.cuda.get_device_capability()[0], ())
     for name in tried if activate else ():
         with suppress(ImportError, RuntimeError, ValueError):  # not installed, or built for another torch
             activate(name)
-            torch.backends.cuda.enable_cudnn_sdp(False)
             return (name,)
     if names:
         raise StageError(
             f"rank 0 computes attention with {names[0]}, which this rank does not find: install it on all nodes, or on "
             "none"
         )
-    torch.backends.cuda.enable_cudnn_sdp(not is_deterministic)
     return ()
 
 
