@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from stages.base.errors import StageError
-from stages.base.history import History, Table
+from stages.base.history import HISTORY, SPEED, History, Table
 from stages.launching import trackers
 
 
@@ -30,10 +30,14 @@ def run(tmp_path: Path) -> Any:
 def train(name: str, run: Any, start: int, steps: range) -> None:
     """A start of the run, from the checkpoint of step `start`."""
     history, speed = History(), Table(["step", "tokens_per_second", "mfu"])
-    for step in range(start + 1) if start else ():
+    for step in range(start + 1):
         history.add(step=step, loss=10.0 - step)
         speed.add(step=step, tokens_per_second=5.0)
-    tracker = trackers.start_tracker(name, run, start, (history, speed))
+    checkpoint = run.log_directory.with_name("checkpoint")
+    checkpoint.mkdir(exist_ok=True)
+    (checkpoint / HISTORY).write_text(history.text())
+    (checkpoint / SPEED).write_text(speed.text())
+    tracker = trackers.start_tracker(name, run, start, checkpoint if start else None)
     for step in steps:
         tracker.log(step, {"loss": 10.0 - step})
         tracker.log(step, {"tokens_per_second": 5.0, "mfu": None})

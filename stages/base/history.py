@@ -48,13 +48,6 @@ class Table:
         cells = dict(zip(self._columns, self._lines[-1].split("\t"), strict=False))
         return float(cells[name]) if len(self._lines) > 1 and cells.get(name) else None
 
-    def rows(self) -> list[Row]:
-        """All rows, as `read` returns those of a file."""
-        return [
-            {name: float(cell) if cell else None for name, cell in zip(self._columns, line.split("\t"), strict=False)}
-            for line in self._lines[1:]
-        ]
-
     def text(self) -> str:
         """Content of the file."""
         return "\n".join(self._lines) + "\n"

@@ -48,21 +48,20 @@ class RankHooks:
         self.stop_signal, self.note, self.saved_at = stop_signal, heartbeat.note, time.monotonic()
         self.saved_step = trainer.step or None  # nothing to publish before the next step
         before = TrainState.of(checkpoint) if checkpoint else None
-        texts = ((checkpoint / name).read_text("utf-8") if checkpoint else "" for name in (HISTORY, SPEED))
-        sources = filter(None, trainer.validation_loader.validation_rows)
-        history, speed = History(next(texts), sources), Table(SPEED_COLUMNS, next(texts))
+        history, speed = ((checkpoint / name).read_text("utf-8") if checkpoint else "" for name in (HISTORY, SPEED))
         self.adopted = CheckpointManifest.read(checkpoint).adopted if checkpoint else None
         self.launches = 1 + (before.launches if before else 0)
         tracker = runtime.tracker if is_rank0() else "none"
-        self.tracker = trackers.start_tracker(tracker, run, trainer.step, (history, speed))
+        self.tracker = trackers.start_tracker(tracker, run, trainer.step, checkpoint)
         steps = runtime.profile_steps if is_rank0() else None
         self.profiler = Profiler(steps, run.log_directory / "profile" / run.run_id)
         timers = Timers(lambda phase: heartbeat.note(f"step {trainer.step + 1}, {phase}"))
         self.phase = timers.phase
+        sources = filter(None, trainer.validation_loader.validation_rows)
         self.metrics = MetricsLogger(
             run, runtime.log_freq, Console(dist.get_rank(), trainer.step, run.total_steps), self.tracker, timers,
-            flops.flops_per_token(trainer.model, run.seq_length), history, speed,
-            before.skipped_steps if before else 0,
+            flops.flops_per_token(trainer.model, run.seq_length), History(history, sources),
+            Table(SPEED_COLUMNS, speed), before.skipped_steps if before else 0,
         )  # fmt: skip
 
     def train(self) -> bool:

@@ -8,11 +8,11 @@ import dataclasses
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from stages.base.errors import StageError, as_stage_error
-from stages.base.history import Row, Table
+from stages.base.history import HISTORY, SPEED, Row, read
 from stages.checkpointing.run import Run
 from stages.launching.console import print_line
 
@@ -36,12 +36,12 @@ def check(name: str) -> None:
         )
 
 
-def start_tracker(name: str, run: Run, step: int, tables: Sequence[Table]) -> Tracker:
-    """The tracker that `runtime.tracker` names, for a run that continues after `step`, with its rows until there."""
+def start_tracker(name: str, run: Run, step: int, checkpoint: Path | None) -> Tracker:
+    """The tracker that `runtime.tracker` names, for a run that continues after `step`, from `checkpoint`."""
     if name == "tensorboard":
         return _Dispensable(_TensorBoard(run.log_directory / "tensorboard" / run.run_id, step))
     if name == "wandb":
-        return _Dispensable(_Wandb(run, tables))
+        return _Dispensable(_Wandb(run, checkpoint))
     return Tracker()
 
 
@@ -88,7 +88,7 @@ class _Wandb(Tracker):
     late, have steps that are repeated, and one that is uploaded may replace another.
     """
 
-    def __init__(self, run: Run, tables: Sequence[Table]) -> None:
+    def __init__(self, run: Run, checkpoint: Path | None) -> None:
         import wandb
 
         os.environ["WANDB_ERROR_REPORTING"] = "false"  # or it looks up a server of its makers, even offline
@@ -100,7 +100,7 @@ class _Wandb(Tracker):
             mode="offline", dir=run.log_directory, project=run.params.experiment_name, id=run.run_id, name=run.run_id,
             config=dataclasses.asdict(run.params), settings=wandb.Settings(console="off", silent=True),
         )  # fmt: skip
-        rows = [row for table in tables for row in table.rows()]
+        rows = [row for name in (HISTORY, SPEED) for row in read(checkpoint / name)] if checkpoint else []
         for row in sorted(rows, key=lambda row: row["step"] or 0):
             self.log(int(row.pop("step") or 0), row)
 
