@@ -661,7 +661,7 @@ from lm_eval.config.group import GroupConfig
 from lm_eval.config.task import TaskConfig
 print(*(field.name for config in (GroupConfig, TaskConfig) for field in fields(config)))"""
     found = run_python(code, PYTHONPATH=os.pathsep.join([str(REPO), str(installed)]))
-    assert {*found.stdout.split(), "class", "include", "tag", "task_list"} == public.KEYS, found.stderr
+    assert {*found.stdout.split(), "class", "include", "tag", "task_list"} == public.TASK_KEYS, found.stderr
 
 
 def test_a_second_fetch_waits_before_it_reads_the_manifest(

@@ -182,10 +182,9 @@ class Session:
         if importlib.util.find_spec("xdist"):
             # Their processes import torch for most of the time, and their kernels are tiny.
             command += ["-n", str(max(1, min(14, len(os.sched_getaffinity(0)) - 2))), "--dist", "worksteal"]
-        # PYTEST_ADDOPTS may have other options, and what pytest-xdist sets is for a test that calls this. Each
-        # training compiles a few kernels.
+        # PYTEST_ADDOPTS may have other options, and what pytest-xdist sets is for a test that calls this.
         variables = {name: value for name, value in environment().items() if not name.startswith("PYTEST_")}
-        variables.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
+        variables.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # not one for each core, in each training
         seconds, unfinished = 60 * self.args.minutes * TESTS_SHARE, set[str]()
         start = self.log.stat().st_size
         with (

@@ -23,7 +23,7 @@ PUBLIC = EVALS / "public"
 FETCH = "run `python -m stages.score --fetch {}` on a machine with internet access"
 OUTPUT_TYPES = ("generate_until", "loglikelihood", "loglikelihood_rolling", "multiple_choice")
 """What lm-eval can ask a model for, its default first."""
-KEYS = {
+TASK_KEYS = {
     "aggregate_metric_list", "class", "custom_dataset", "dataset_kwargs", "dataset_name", "dataset_path", "description",
     "doc_to_audio", "doc_to_choice", "doc_to_decontamination_query", "doc_to_image", "doc_to_target", "doc_to_text",
     "fewshot_config", "fewshot_delimiter", "fewshot_split", "filter_list", "gen_prefix", "generation_kwargs", "group",
@@ -172,8 +172,8 @@ def check(entries: list[str]) -> None:
 
 def _check_config(config: dict[str, Any]) -> Iterator[str]:
     """Check how a task of yours is measured, and that its data are there; yields the tasks in a group."""
-    if "class" not in config and (unknown := sorted(map(str, {*config} - KEYS))):
-        raise ValueError(f"{unknown[0]!r} is no key of a task{nearest(unknown[0], KEYS)}")
+    if "class" not in config and (unknown := sorted(map(str, {*config} - TASK_KEYS))):
+        raise ValueError(f"{unknown[0]!r} is no key of a task{nearest(unknown[0], TASK_KEYS)}")
     if (kind := config.get("output_type") or OUTPUT_TYPES[0]) not in OUTPUT_TYPES:
         raise ValueError(f"output_type is {kind!r}{nearest(str(kind), OUTPUT_TYPES)}")
     for member in config["task"] if isinstance(config.get("task"), list) else ():
