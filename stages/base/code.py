@@ -11,6 +11,7 @@ imports (`if TYPE_CHECKING:`) does not run and is left out. `importlib.import_mo
 import ast
 import importlib.metadata
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -71,7 +72,18 @@ def packages(*entries: str, project: Path = _PROJECT) -> dict[str, str]:
     return {"python": "{}.{}".format(*sys.version_info), **versions}
 
 
-_find_distributions = cache(importlib.metadata.packages_distributions)
+@cache
+def _find_distributions() -> dict[str, set[str]]:
+    """The distributions of each top-level package.
+
+    On Python 3.10, importlib.metadata.packages_distributions leaves out those without top_level.txt, such as numpy.
+    """
+    found: dict[str, set[str]] = defaultdict(set)
+    for each in importlib.metadata.distributions():
+        names = (each.read_text("top_level.txt") or "").split()
+        for name in names or {file.parts[0].partition(".")[0] for file in each.files or ()}:
+            found[name].add(each.metadata["Name"])
+    return found
 
 
 @cache  # a stage asks for a digest and for packages, a launcher for those of several stages
