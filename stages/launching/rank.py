@@ -65,10 +65,7 @@ def train(run: Run, runtime: TrainRuntime, decided: Decision | None, stop_signal
     run.params.check_packages()
     mesh_shape = check_ranks(run, world_size, ranks_of_node)
     if runtime.debug:
-        logs = run.log_directory / "logs" / run.run_id
-        log_to(logs / f"rank-{rank}.log")
-        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-        os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(logs / "nccl-rank-"))
+        log_to(run.log_directory / "logs" / run.run_id / f"rank-{rank}.log")
     heartbeat = Heartbeat()
     if_out_of_memory = (
         f"use {remedies(run.params, world_size)}. The next launch resumes from the latest valid checkpoint, if there "
@@ -87,7 +84,7 @@ def train(run: Run, runtime: TrainRuntime, decided: Decision | None, stop_signal
                 print_line(warning)
         confirm_lock = locks.enter_context(rank_lock(run.directory))
         with watched(heartbeat, runtime.timeout_minutes, runtime.debug):
-            mesh = device_mesh(mesh_shape, runtime.timeout_minutes, nccl_share(runtime))
+            mesh = device_mesh(mesh_shape, runtime.timeout_minutes)
             if is_rank0() and not sys.stderr.isatty():  # a terminal has a bar
                 locks.enter_context(never_silent(lambda: heartbeat.activity))
             heartbeat.note("choosing the checkpoint to start from")
@@ -96,12 +93,6 @@ def train(run: Run, runtime: TrainRuntime, decided: Decision | None, stop_signal
                 print_line(chosen.reason)
             hooks = start(run, runtime, chosen.checkpoints, mesh, stop_signal, heartbeat, confirm_lock)
             return hooks.train()
-
-
-def nccl_share(runtime: TrainRuntime) -> float:
-    """Of the timeout, that of collectives on GPUs."""
-    # NCCL then writes what each rank was doing before the watchdog ends all, after 0.9 of the time.
-    return 0.8 if runtime.debug else 1
 
 
 def lock(run: Run, locks: ExitStack) -> None:
@@ -141,7 +132,7 @@ def start(
         verify_weights(model, lambda: heartbeat.note("verifying the weights"))
     context, size = None, run.params.context_parallel
     if size > 1:
-        context = RankContext(context_group(size, runtime.timeout_minutes, nccl_share(runtime)))
+        context = RankContext(context_group(size, runtime.timeout_minutes))
     trainer = Trainer(
         run.params, model, run.seq_length, run.total_steps, mesh, initialize=checkpoint is None, note=heartbeat.note,
         context=context,

@@ -57,7 +57,7 @@ def process_group(timeout_minutes: float, directory: str | None = None) -> Itera
     dist.destroy_process_group()
 
 
-def device_mesh(shape: tuple[int, int], timeout_minutes: float, nccl_share: float = 1) -> DeviceMesh:
+def device_mesh(shape: tuple[int, int], timeout_minutes: float) -> DeviceMesh:
     """The mesh of all ranks; a collective.
 
     It has one axis, `fsdp`, over which the model is sharded, and before it, where there are several copies of the
@@ -66,40 +66,31 @@ def device_mesh(shape: tuple[int, int], timeout_minutes: float, nccl_share: floa
     Args:
         shape: Copies of the model, ranks that share each.
         timeout_minutes: Of its groups.
-        nccl_share: Of this time, that of collectives on GPUs.
     """
     copies, size = shape
     # Of a mesh with two axes, fully_shard replicates over the first and shards over the second.
     sizes, names = ((size,), ("fsdp",)) if copies == 1 else (shape, ("replicate", "fsdp"))
     mesh = init_device_mesh(device_type(), sizes, mesh_dim_names=names)
     for group in mesh.get_all_groups():
-        _set_timeouts(group, timeout_minutes, nccl_share)
+        _set_timeout(timedelta(minutes=timeout_minutes), group)
     return mesh
 
 
-def context_group(size: int, timeout_minutes: float, nccl_share: float = 1) -> dist.ProcessGroup:
+def context_group(size: int, timeout_minutes: float) -> dist.ProcessGroup:
     """The `size` consecutive ranks that share each row with this one; a collective of all ranks.
 
     Args:
         size: A divisor of the ranks of a node.
         timeout_minutes: As for `device_mesh`.
-        nccl_share: As for `device_mesh`.
     """
     group, _ = dist.new_subgroups(size)
     assert isinstance(group, dist.ProcessGroup)
-    _set_timeouts(group, timeout_minutes, nccl_share)
+    _set_timeout(timedelta(minutes=timeout_minutes), group)
     return group
 
 
-_set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # its name before torch 2.15
-
-
-def _set_timeouts(group: dist.ProcessGroup, timeout_minutes: float, nccl_share: float) -> None:
-    """Of a group of some of the ranks, which gets torch's default of 10 or 30 minutes."""
-    _set_timeout(timedelta(minutes=timeout_minutes), group)
-    if device_type() == "cuda":
-        backend = group._get_backend(torch.device("cuda"))
-        backend._set_default_timeout(timedelta(minutes=nccl_share * timeout_minutes))
+# Groups of some of the ranks get torch's default of 10 or 30 minutes. Before torch 2.15 it has another name.
+_set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 
 
 def check_devices(num_ranks: int | None, devices: Path = DEVICES) -> int:
