@@ -24,7 +24,6 @@ from stages.base.params_file import load_params
 from stages.building import sharded_model
 from stages.checkpointing import decision
 from stages.checkpointing.run import describe
-from stages.checks import launch
 from stages.forward.attention_choice import choose_attention, refusal
 from stages.forward.batch import count_labels, make_batch
 from stages.forward.context import RankContext, RowContext, cut
@@ -296,7 +295,7 @@ def test_what_cannot_be_is_refused_before_the_training(here: Project) -> None:
             plan.check(dataclasses.replace(params, context_parallel=1), runtime, 1, None)
 
 
-def test_a_launch_and_the_doctor_refuse_ranks_that_cannot_share_rows(here: Project) -> None:
+def test_a_launch_refuses_ranks_that_cannot_share_rows(here: Project) -> None:
     here.set(context_parallel=2, runtime={"nproc_per_node": 3, "resume": "never"})
     checkpoint = describe(load_params(TrainParams)).directory / "step-00000001"
     checkpoint.mkdir(parents=True)
@@ -309,9 +308,6 @@ def test_a_launch_and_the_doctor_refuse_ranks_that_cannot_share_rows(here: Proje
     output = run_here("launch", status=2)
     assert "total_batch_size 2 is not a multiple" in output
     assert "starts at step 0" not in output
-    here.set(context_parallel=2)
-    with pytest.raises(StageError, match="does not divide the 3 ranks of a node"):
-        next(launch.load())  # of the doctor
 
 
 def test_total_batch_size_is_shared_by_groups_of_ranks(params: TrainParams) -> None:

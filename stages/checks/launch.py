@@ -47,8 +47,6 @@ def load() -> Found[Settings]:
     tasks = load_params(ScoreParams).tasks
     public.check(tasks)
     settings = Settings(load_params(DownloadParams), load_params(TrainParams), load_params(TrainRuntime, "runtime"))
-    if settings.runtime.nproc_per_node:
-        settings.train.check_ranks_of_node(settings.runtime.nproc_per_node)
     yield ok("params.yaml is valid")
     if tasks and not packages.directory().is_dir():
         yield warning(

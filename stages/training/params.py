@@ -120,18 +120,6 @@ class TrainParams(ScheduleParams, BuildParams):
         size = self.context_parallel
         return f"{num_ranks} rank" + "s" * (num_ranks > 1) + (f" / context_parallel {size}" if size > 1 else "")
 
-    def check_ranks_of_node(self, num_ranks: int) -> None:
-        """Check that no row is shared by ranks of two nodes: in each layer they exchange all of its tokens.
-
-        Raises:
-            StageError: `context_parallel` does not divide the ranks of a node.
-        """
-        if num_ranks % self.context_parallel:
-            raise StageError(
-                f"context_parallel {self.context_parallel} does not divide the {num_ranks} ranks of a node: use a "
-                f"divisor of {num_ranks}, or another runtime.nproc_per_node"
-            )
-
     def check_context_parallel(self, model: ModelManifest, seq_length: int, ranks_of_node: int | None = None) -> None:
         """Check that `context_parallel` can be used with the model, the ranks, and the other parameters.
 
@@ -140,7 +128,8 @@ class TrainParams(ScheduleParams, BuildParams):
         Args:
             model: Its config is read, and torch is imported with it, where `context_parallel` is not 1.
             seq_length: Tokens per row.
-            ranks_of_node: The ranks of each node; None: they are not known yet.
+            ranks_of_node: The ranks of each node, as those of two nodes share no row: in each layer they exchange all
+                of its tokens. None: they are not known yet.
 
         Raises:
             StageError: naming what cannot be together, and all numbers that can.
