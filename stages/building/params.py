@@ -39,25 +39,12 @@ def _gone(former: str, instead: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-_DEFAULTS = {
-    "cpu_offload": False,
-    "backward_prefetch": "BACKWARD_PRE",
-    "forward_prefetch": False,
-    "limit_all_gathers": True,
-    "use_orig_params": True,
-    "sync_module_states": True,
-    "flatten_parameters": False,
-    "sync_batchnorm": False,
-}
 FSDP_PRESETS: dict[str, dict[str, Any]] = {
-    "single_node_fsdp": {**_DEFAULTS, "strategy": "auto", "sharding_strategy": "FULL_SHARD"},
-    "multi_node_fsdp": {
-        **_DEFAULTS, "strategy": "fsdp", "sharding_strategy": "HYBRID_SHARD", "forward_prefetch": True,
-    },
-    "large_scale_fsdp": {
-        **_DEFAULTS, "strategy": "fsdp", "sharding_strategy": "FULL_SHARD", "forward_prefetch": True,
-    },
-}  # fmt: skip
+    "single_node_fsdp": {"strategy": "auto", "sharding_strategy": "FULL_SHARD"},
+    "multi_node_fsdp": {"strategy": "fsdp", "sharding_strategy": "HYBRID_SHARD", "forward_prefetch": True},
+    "large_scale_fsdp": {"strategy": "fsdp", "sharding_strategy": "FULL_SHARD", "forward_prefetch": True},
+}
+"""Of the other values, null is what FSDP2 does by default."""
 
 
 @dataclass(frozen=True)
