@@ -122,13 +122,12 @@ def activate_kernels(names: Sequence[str] | None = None) -> tuple[str, ...]:
     """
     deactivate_kernels()
     torch.backends.cuda.enable_cudnn_sdp(False)
-    activate: Any = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
     tried = names or ()
     if names is None and torch.cuda.is_available() and not torch.are_deterministic_algorithms_enabled():
         tried = {9: ("FA3", "FA4"), 10: ("FA4",)}.get(torch.cuda.get_device_capability()[0], ())
-    for name in tried if activate else ():
+    for name in tried:
         with suppress(ImportError, RuntimeError, ValueError):  # not installed, or built for another torch
-            activate(name)
+            torch.nn.attention.activate_flash_attention_impl(name)
             return (name,)
     if names:
         raise StageError(
@@ -141,7 +140,7 @@ def activate_kernels(names: Sequence[str] | None = None) -> tuple[str, ...]:
 def deactivate_kernels() -> None:
     """Undo `activate_kernels`."""
     torch.backends.cuda.enable_cudnn_sdp(True)
-    if getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)():
+    if torch.nn.attention.current_flash_attention_impl():
         torch.nn.attention.restore_flash_attention_impl()
 
 
