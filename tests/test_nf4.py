@@ -14,8 +14,10 @@ from torch import nn
 
 from stages.base import history
 from stages.base.errors import StageError
+from stages.base.identity import RunIdentity, TokenFingerprints
 from stages.building import nf4, sharded_model
 from stages.building.nf4 import Nf4Linear, dequantize, quantize
+from stages.checkpointing import decision
 from stages.checkpointing.layout import step_name
 from stages.evaluate import rounding_texts
 from stages.evaluation import measure
@@ -181,7 +183,13 @@ def test_the_export_names_what_it_changes(monkeypatch: pytest.MonkeyPatch) -> No
         measure.check_export(request, LossSum(nats=25.0, tokens=10, rows=1))
 
 
-def test_a_training_without_it_is_the_run_that_it_was(params: TrainParams) -> None:
-    plain, quantized = (dataclasses.replace(params, lora_r=4, lora_base=base).identity() for base in (None, "nf4"))
-    assert "lora_base" not in plain and quantized["lora_base"] == "nf4"
+def test_a_run_of_before_it_is_continued_without_it(params: TrainParams) -> None:
+    plain, quantized = (
+        RunIdentity(dataclasses.replace(params, lora_r=4, lora_base=base).identity(), TokenFingerprints("", ""), "", "")
+        for base in (None, "nf4")
+    )
+    older = dataclasses.replace(plain, params={**plain.params})
+    del older.params["lora_base"]
+    assert decision._obstacles(older, plain, decision._NEUTRAL) == []
+    assert decision._obstacles(older, quantized, decision._NEUTRAL) == ["params.lora_base: null there, 'nf4' here"]
     assert "lora_base" not in dataclasses.replace(params, lora_base="nf4").identity()

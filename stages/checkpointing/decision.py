@@ -41,6 +41,9 @@ _NEUTRAL = {
 dropout, at every step that both of them do. Those of the schedule may differ too: the learning rates themselves are
 compared, step by step."""
 
+_ADDED = {"context_parallel": 1, "lora_base": None}
+"""Parameters that older runs do not have, and what these did."""
+
 Resume = Literal["auto", "never", "own"]
 """`runtime.resume`; `own`: it is `never`, and this is a restart, whose checkpoints must not be deleted."""
 
@@ -277,7 +280,7 @@ def _obstacles(theirs: RunIdentity, ours: RunIdentity, ignored: set[str]) -> lis
     """The differences that keep one run from continuing the other; those of the parameters `ignored` do not."""
     there, here = (dataclasses.asdict(identity) for identity in (theirs, ours))
     for each in (there, here):
-        each["params"].setdefault("context_parallel", 1)  # `TrainParams.identity` leaves it out where it is 1
+        each["params"] = _ADDED | each["params"]
     lines = []
     for name, old, new in compare(there, here):
         section, _, parameter = name.partition(".")

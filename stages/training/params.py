@@ -204,14 +204,10 @@ class TrainParams(ScheduleParams, BuildParams):
     def identity(self) -> dict[str, Any]:
         """The parameters as far as they decide what is learned: without adapters, none of theirs."""
         values = dataclasses.asdict(self)
-        if self.context_parallel == 1:  # as it was before there was another value
-            del values["context_parallel"]
         if self.lora_r is None:
             return {name: value for name, value in values.items() if not name.startswith("lora_")}
         if isinstance(self.lora_target_modules, list):
             values["lora_target_modules"] = sorted(set(self.lora_target_modules))
-        if self.lora_base is None:  # as it was before there was another value
-            del values["lora_base"]
         return values
 
     def check_export_from(self, num_validation_rows: int) -> None:
