@@ -30,7 +30,7 @@ from benchmarks.train.job import BETAS, EPS, LR, MAX_GRAD_NORM, SEED, WEIGHT_DEC
 from stages.forward.rows import TokenRows
 from stages.launching.timers import memory_gib
 from stages.ranks import handoff
-from stages.training.order import step_rows
+from stages.training.order import shuffled
 
 
 def print_step(job: Job, step: int) -> None:
@@ -132,9 +132,8 @@ class RowsInOrder(Dataset[dict[str, Tensor]]):
         return self._job.steps * self._size
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
-        step, place = divmod(number, self._size)
-        index = step_rows(step, self._size, len(self._rows), SEED)[place]
-        row = torch.from_numpy(self._rows.rows(np.array([index]))[0]).long()
+        index = shuffled(np.array([number]), len(self._rows), SEED)
+        row = torch.from_numpy(self._rows.rows(index)[0]).long()
         return {"input_ids": row, "labels": row}
 
     def of_step(self, step: int) -> list[Tensor]:

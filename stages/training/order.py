@@ -33,9 +33,8 @@ LARGEST_PERIOD = 100_000
 _ROUNDS = 6
 
 
-def step_rows(steps_done: int, total_batch_size: int, num_rows: int, seed: int) -> NDArray[np.int64]:
-    """The rows of the optimizer step after `steps_done` ones, in order: (total_batch_size,) int64."""
-    positions = np.arange(steps_done * total_batch_size, (steps_done + 1) * total_batch_size, dtype=np.int64)
+def shuffled(positions: NDArray[np.int64], num_rows: int, seed: int) -> NDArray[np.int64]:
+    """The rows at `positions` of a training, (n,): all are permuted anew in each epoch."""
     rows = np.empty_like(positions)
     epochs = positions // num_rows  # a step may end one epoch and begin the next; no row is dropped between them
     for epoch in np.unique(epochs):
@@ -168,9 +167,9 @@ class RowOrder:
     def step(self, steps_done: int) -> NDArray[np.int64]:
         """The rows of the optimizer step after `steps_done` ones, in order: (total_batch_size,)."""
         size = self._params.total_batch_size
-        if self._mixture is None:
-            return step_rows(steps_done, size, self.num_rows, self._params.seed)
         positions = np.arange(steps_done * size, (steps_done + 1) * size, dtype=np.int64)
+        if self._mixture is None:
+            return shuffled(positions, self.num_rows, self._params.seed)
         return mixed_rows(positions, self._mixture, self._starts, self._sizes, self._params.seed)
 
     @property
@@ -204,7 +203,7 @@ class RowOrder:
 def mixed_rows(
     positions: NDArray[np.int64], mixture: Mixture, starts: NDArray[np.int64], sizes: NDArray[np.int64], seed: int
 ) -> NDArray[np.int64]:
-    """The rows at `positions` of a training: each source is permuted anew in each of its own epochs.
+    """`shuffled` rows of several sources, of which each has epochs of its own.
 
     Args:
         positions: (n,).
@@ -215,9 +214,7 @@ def mixed_rows(
     """
     sources, numbers = mixture.rows_at(positions)
     rows = np.empty_like(positions)
-    epochs = numbers // sizes[sources]
-    for source, epoch in {*zip(sources.tolist(), epochs.tolist(), strict=True)}:
-        inside = (sources == source) & (epochs == epoch)
-        size = int(sizes[source])
-        rows[inside] = starts[source] + permute(numbers[inside] % size, size, seed, epoch)
+    for source in np.unique(sources):
+        inside = sources == source
+        rows[inside] = starts[source] + shuffled(numbers[inside], int(sizes[source]), seed)
     return rows
