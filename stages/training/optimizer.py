@@ -16,11 +16,7 @@ _NO_MATRIX = re.compile("bias|norm|scale|A_log|^D$", re.IGNORECASE)
 
 
 def make_optimizer(model: nn.Module, params: TrainParams) -> Optimizer:
-    """AdamW without weight decay on norms and biases.
-
-    Raises:
-        StageError: `optimizer` is adamw_8bit, and torchao is not installed.
-    """
+    """AdamW without weight decay on norms and biases."""
     weights = [param for param in model.parameters() if param.requires_grad]
     matrices = find_matrices(model)
     groups = [
@@ -28,7 +24,11 @@ def make_optimizer(model: nn.Module, params: TrainParams) -> Optimizer:
         {"params": [param for param in weights if param not in matrices], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]  # one group where no norm has weights
-    optimizer = _make(groups, params)
+    options: dict[str, Any] = {"lr": params.lr, "betas": (params.adam_beta1, params.adam_beta2), "eps": params.adam_eps}
+    if params.optimizer == "adamw_8bit":
+        optimizer = _adamw_8bit(groups, options)
+    else:
+        optimizer = AdamW(groups, fused=True, **options)  # fused: one pass over a weight, not one per operation
     _allocate_state(optimizer)
     return optimizer
 
@@ -52,14 +52,6 @@ def _is_matrix(module: nn.Module, name: str, param: nn.Parameter) -> bool:
         return name == "weight"
     names_none = not any(_NO_MATRIX.search(each) for each in (name, type(module).__name__))
     return names_none and sum(size > 1 for size in param.shape) >= 2  # (1, 1, hidden) is a vector
-
-
-def _make(groups: list[dict[str, Any]], params: TrainParams) -> Optimizer:
-    options: dict[str, Any] = {"lr": params.lr, "betas": (params.adam_beta1, params.adam_beta2), "eps": params.adam_eps}
-    params.check_packages()
-    if params.optimizer == "adamw_8bit":
-        return _adamw_8bit(groups, options)
-    return AdamW(groups, fused=True, **options)  # fused: one pass over a weight, not one per operation
 
 
 def set_lr(group: dict[str, Any], lr: float | Tensor) -> None:
