@@ -103,20 +103,6 @@ class Launch:
         os.environ[handoff.LAUNCH] = json.dumps(content, default=str)  # the paths of the decision
 
 
-def _received() -> Launch | None:
-    """What the launcher read, in a rank that it started; None without a launcher.
-
-    Raises:
-        StageError: the code of this rank has other parameters than the launcher's.
-    """
-    if handoff.LAUNCH not in os.environ:
-        return None
-    try:
-        return TypeAdapter(Launch).validate_python(json.loads(os.environ[handoff.LAUNCH]))
-    except ValidationError as error:
-        raise StageError(f"the code has changed since the launch ({first_problem(error)}): launch it again") from None
-
-
 def _is_first_start() -> bool:
     """Whether `resume: never` is to delete the checkpoints of the run here: they are not of an earlier start.
 
@@ -132,14 +118,16 @@ def read_launch() -> tuple[Run, TrainRuntime, Decision | None]:
     Raises:
         StageError: the code, the tokens or the model are not those that the launcher has read.
     """
-    launch = _received()
-    if launch is None:
-        run, runtime, decision = describe(load_params(TrainParams)), load_params(TrainRuntime, "runtime"), None
-    else:
-        run, runtime, decision = describe(launch.params), launch.runtime, launch.decision
-        if lines := differences(launch.identity, run.identity, SINCE_THE_LAUNCH):
-            raise StageError("the files have changed since the launch: launch the training again", *lines)
-    return run, runtime, decision
+    if handoff.LAUNCH not in os.environ:
+        return describe(load_params(TrainParams)), load_params(TrainRuntime, "runtime"), None
+    try:
+        launch = TypeAdapter(Launch).validate_python(json.loads(os.environ[handoff.LAUNCH]))
+    except ValidationError as error:
+        raise StageError(f"the code has changed since the launch ({first_problem(error)}): launch it again") from None
+    run = describe(launch.params)
+    if lines := differences(launch.identity, run.identity, SINCE_THE_LAUNCH):
+        raise StageError("the files have changed since the launch: launch the training again", *lines)
+    return run, launch.runtime, launch.decision
 
 
 def how_to_resume(runtime: TrainRuntime, is_restart: bool = False) -> Resume:
