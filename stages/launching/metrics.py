@@ -6,6 +6,7 @@ speed.tsv      every `log_freq` steps, 30 s where they are slow, and at each sav
 """
 
 import math
+from datetime import timedelta
 from time import monotonic
 
 from stages.base.history import History, Row, Table, of_source
@@ -112,16 +113,10 @@ class MetricsLogger:
             f"grad norm {_nan_if_none(result.grad_norm):.2f}  {speed['tokens_per_second']:,.0f} tokens/s"
             + ("" if mfu is None else f"  MFU {mfu:.0%}")
             + (f"  {self.skipped_steps} steps skipped" if self.skipped_steps else "")
-            + (f"  ETA {clock(left)}" if left else "")
+            + (f"  ETA {timedelta(seconds=round(left))}" if left else "")
         )
 
 
 def _nan_if_none(value: float | None) -> float:
     """To print it."""
     return math.nan if value is None else value
-
-
-def clock(seconds: float) -> str:
-    """A time as hours, minutes and seconds: `27:46:40`."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
