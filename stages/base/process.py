@@ -31,8 +31,7 @@ def die_with_parent(number: signal.Signals, parent: int | None = None) -> None:
     """
     # The kernel keeps the request across exec, but children do not inherit it: each process asks for itself. Its parent
     # is the thread that started it, so that thread must live as long as the process is wanted.
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if parent is not None and os.getppid() != parent:  # it ended before the line above
         os._exit(1)  # at once: nobody waits for cleanup, and the next run may have started
 
