@@ -95,9 +95,6 @@ class Store(Generic[Value]):
         content = {"sha256": sha256, "value": TypeAdapter(self.value_type).dump_python(value, mode="json")}
         if os.path.lexists(self.path / key):
             return  # another run has published the same result
-        if not (self.path.is_dir() or self.path.is_symlink()):  # a link may lead to a disk that is not mounted now
-            with suppress(IsADirectoryError):  # another worker has just made it
-                self.path.unlink(missing_ok=True)
         try:
             with publish.directory(self.path / key) as entry:
                 publish.link(file, entry / _FILE)
