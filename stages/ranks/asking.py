@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 REQUEST, ANSWER = "request.json", "answer.json"
 """Their names in the directory that the ranks share."""
-_LOST = 3
-"""Exit status of a rank that lost the connection to another one, which prints its own reason."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ def answer(
             if rank == 0:
                 found.write(directory / ANSWER)
     except LostConnection:
-        sys.exit(_LOST)
+        sys.exit(torchrun.CRASHED)  # the other one prints its own reason
     except (StageError, OSError):
         if not handoff.claim_error(""):  # whatever it is: the first rank that fails speaks for all
             sys.exit(USER_ERROR)
