@@ -106,8 +106,6 @@ class Plan(JsonFile):
     """Of the model."""
     trained_parameters: int
     """All of these, or those of the adapters beside them."""
-    decayed_parameters: int
-    """Of those that are trained: with weight decay."""
     training_rows: int
     validation_rows: int
     steps: int
@@ -124,9 +122,6 @@ class Plan(JsonFile):
     validation_share: float
     """Of the compute of the training, from 0 to 1: a forward pass is a third of forward and backward pass; beside
     adapters half, as the weights need no gradients."""
-    training_state_bytes: int
-    """Weights and gradients in fp32, and the moments of AdamW, of one copy of the model, and the weights that are not
-    trained. Activations come on top."""
     num_ranks: int
     """That `peak` and `peaks` are computed for."""
     peak: PeakMemory | None
@@ -168,9 +163,7 @@ def main() -> None:
             could_adapt = params.lora_r is None and bool(model.weights)
             memory_plan.check_fits(peak, peaks, limit, could_adapt)
         rows = preview(params, model)
-        plan = dataclasses.replace(
-            plan, decayed_parameters=_num_decayed(params, model), num_ranks=num_ranks, peak=peak, peaks=peaks or None
-        )
+        plan = dataclasses.replace(plan, num_ranks=num_ranks, peak=peak, peaks=peaks or None)
         print(table(*_summary(params, runtime, plan, model, step)))
         check_disk(params, runtime, plan)  # after the numbers, for those who will train on another machine
         plan.write(outputs.PLAN)
@@ -463,17 +456,6 @@ def _warn_of_new_tokens(params: TrainParams, model: ModelManifest) -> None:
     )
 
 
-def _num_decayed(params: TrainParams, model: ModelManifest) -> int:
-    import torch
-
-    from stages.model import meta
-    from stages.training.optimizer import find_matrices
-
-    if params.lora_r:
-        return params.num_trained(model)
-    return sum(map(torch.numel, find_matrices(meta.build(model.directory()))))
-
-
 def launched_nodes(runtime: TrainRuntime, environment: Mapping[str, str]) -> int | None:
     """The nodes of a launch; None: the job will know, which is not submitted yet."""
     if runtime.launcher == "torchrun":
@@ -562,7 +544,6 @@ def estimate(
     return Plan(
         parameters=model.num_parameters,
         trained_parameters=trained_parameters,
-        decayed_parameters=0,
         training_rows=train.num_rows,
         validation_rows=validation.num_rows,
         steps=steps,
@@ -582,7 +563,6 @@ def estimate(
         validations=validations,
         rows_per_validation=rows_per_validation,
         validation_share=round(validated / (validated + (2 if params.lora_r else 3) * trained), 4),
-        training_state_bytes=_state_bytes(params, model),
         num_ranks=0,
         peak=None,
         peaks=None,

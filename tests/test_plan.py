@@ -337,7 +337,6 @@ def test_the_plan_says_what_is_trained_and_held_out(
         assert f"about {share:.0%} of the compute" in found
     assert " of 8 rows = 2 ranks x 2 rows x 2 accumulation steps\n" in found
     written = here.json("outputs/plan.json")
-    assert 0.98 * written["parameters"] < written["decayed_parameters"] < written["parameters"]  # norms do not decay
     planned(export_dtype="bf16")
     assert here.json("outputs/plan.json")["model_bytes"] == 2 * written["parameters"] == written["model_bytes"] / 2
     monkeypatch.setattr(plan, "_LEAST_HELD_OUT", 0.13)
