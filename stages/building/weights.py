@@ -6,21 +6,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from stages.base.errors import StageError
 from stages.building.nf4 import Nf4Linear, quantize
 from stages.model.headers import StoredTensor
-
-_SEEDED_ELEMENTS = 1 << 15
-"""Of the rows of a parameter that share a seed."""
 
 
 def rebuild_buffers(model: nn.Module, reference: PreTrainedModel, seed: int) -> None:
@@ -113,24 +108,24 @@ def make_weights(
             module.to_empty(device="cpu", recurse=False)
         if not layer:
             reference.tie_weights()  # `to_empty` has replaced the parameters, so those that were one are now two
-        own: dict[Tensor, str] = {
-            param: name
+        own = {
+            name: param
             for module in modules
             for key, param in module.named_parameters(recurse=False)
             # else it is tied to one that is a parameter of the model
             if (name := f"{names[module]}.{key}".lstrip(".")) in params
         }
-        with seeded(f"{seed}/{layer}"), _SeededRows(own, seed), torch.no_grad():
-            for param in own:
+        with seeded(f"{seed}/{layer}"), torch.no_grad():
+            for param in own.values():
                 param.fill_(torch.nan)
             for module in modules:
                 rules[module](module)
-            check_set({name: param for param, name in own.items()})
-            for param, name in own.items():
+            check_set(own)
+            for name, param in own.items():
                 sharded = params[name]
                 assert isinstance(sharded, DTensor)
                 sharded.to_local().copy_(param[local_rows(sharded)])
-        done |= set(own.values())
+        done |= {*own}
         for module in modules:
             module.to_empty(device="meta", recurse=False)  # frees it: only one layer at a time is in memory
     assert done == set(params), sorted(set(params) - done)
@@ -165,35 +160,8 @@ def seeded(seed: str) -> Iterator[None]:
     """Have the generator of the CPU give the same numbers on all ranks."""
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed would seed the GPUs too, which are not forked
-        torch.default_generator.manual_seed(_number(seed))
+        torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "big"))
         yield
-
-
-def _number(seed: str) -> int:
-    return int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "big")
-
-
-class _SeededRows(TorchFunctionMode):
-    """Have `nn.init.normal_` fill parameters from seeds of their own, so that no other parameter changes their values.
-
-    The values of a model and a seed thus stay those of all versions.
-    """
-
-    def __init__(self, names: Mapping[Tensor, str], seed: int) -> None:
-        super().__init__()
-        self._names, self._seed = names, seed
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        tensor = kwargs.get("tensor")
-        if func is not nn.init.normal_ or tensor not in self._names:
-            return func(*args, **kwargs)
-        generator = torch.Generator()
-        size = max(1, _SEEDED_ELEMENTS // max(1, math.prod(tensor.shape[1:])))
-        for number, rows in enumerate(torch.atleast_1d(tensor).split(size)):
-            generator.manual_seed(_number(f"{self._seed}/{self._names[tensor]}/{number * size}"))
-            rows.normal_(kwargs["mean"], kwargs["std"], generator=generator)
-        return tensor
 
 
 def check_set(tensors: Mapping[str, Tensor]) -> None:
