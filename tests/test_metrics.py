@@ -124,10 +124,7 @@ def test_a_terminal_shows_a_progress_bar_with_the_remaining_time(monkeypatch: py
         clock[0] = 8.0
         for _ in range(4):
             console.advance()
-        batches = console.progress(range(3), 3, "validation")
-        assert list(batches) == [0, 1, 2]
         console.close()
-        assert ("validation: " in stream.getvalue()) == shown
         assert ("8/12 [00:08<00:08" in stream.getvalue()) == shown  # four steps took as long as four will
 
 

@@ -7,17 +7,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import TextIO
 
 from tqdm import tqdm
 
 from stages.base.names import printable
-
-T = TypeVar("T")
 
 SILENT_SECONDS = 30.0
 """After so long without a line, a log that is no terminal gets one."""
@@ -52,13 +50,6 @@ class Console:
     def advance(self) -> None:
         """Advance the bar by one step."""
         self._bar.update()
-
-    def progress(self, batches: Iterable[T], total: int, name: str) -> Iterable[T]:
-        """Show a second bar while `batches` are used, below that of the steps."""
-        bar: Iterable[T] = tqdm(
-            batches, total=total, desc=name, unit="batch", leave=False, disable=self._bar.disable, file=sys.stderr
-        )
-        return bar
 
     def line(self, text: str) -> None:
         """Print one line, with the time, above the bar."""

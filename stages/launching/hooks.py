@@ -4,11 +4,10 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -30,8 +29,6 @@ from stages.ranks.watchdog import Heartbeat
 from stages.training.loop import Trainer
 from stages.training.precision import scaler_state
 from stages.training.step import StepResult, Validation
-
-T = TypeVar("T")
 
 _LOG = logging.getLogger("stages.train")
 
@@ -86,10 +83,6 @@ class RankHooks:
             saved = self.saved_step
             newest = f"the newest checkpoint is of step {saved}" if saved else "no checkpoint is saved yet"
             raise StageError(f"step {step}: {error}; {newest}") from None
-
-    def progress(self, batches: Iterable[T], total: int) -> Iterable[T]:
-        """Show a bar for the batches of a validation."""
-        return self.metrics.console.progress(batches, total, "validation")
 
     def wishes(self) -> tuple[bool, bool]:
         """To stop after a signal or a failed save; to save where rank 0, whose clock counts, finds it due."""

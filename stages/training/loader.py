@@ -128,7 +128,7 @@ class BatchLoader:
             for start in range(0, len(rows), self._params.total_batch_size):  # as many at a time as in a step
                 yield from self._own_padded(rows[start : start + self._params.total_batch_size], size)
             return
-        for number in range(self._num_batches(rows)):
+        for number in range(math.ceil(len(rows) / (size * self._dp_world_size))):
             start = (number * self._dp_world_size + self._dp_rank) * size
             own = np.arange(start, start + size)
             batch = self._batch(rows[np.minimum(own, len(rows) - 1)])
@@ -139,14 +139,6 @@ class BatchLoader:
     def validation_rows(self) -> dict[str, NDArray[np.int64]]:
         """The indices of the rows that a validation measures, by source: `TokenRows.spread`."""
         return self._rows.spread(self._params.eval_rows)
-
-    @property
-    def num_validation_batches(self) -> int:
-        """Forward passes of each rank in a validation; of padded documents there are mostly more."""
-        return sum(map(self._num_batches, self.validation_rows.values()))
-
-    def _num_batches(self, rows: NDArray[np.int64]) -> int:
-        return math.ceil(len(rows) / (self._params.rows_per_validation_pass * self._dp_world_size))
 
     def padding(self, num_ranks: int) -> "Padding":
         """What padded documents cost on a number of ranks, in the first steps."""

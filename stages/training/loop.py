@@ -6,9 +6,9 @@ report, stop) comes from outside, as `Hooks`: stages/launching/hooks.py.
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -35,8 +35,6 @@ from stages.training.precision import make_grad_scaler
 from stages.training.schedule import learning_rate
 from stages.training.step import StepResult, UnreadStep, Validation, train_step, validate
 
-T = TypeVar("T")
-
 
 class Hooks(Protocol):
     """What a training asks of whoever runs it, on each rank. None of it changes a weight."""
@@ -49,9 +47,6 @@ class Hooks(Protocol):
 
     def explained(self, step: int) -> AbstractContextManager[None]:
         """Around what may fail with a `StageError` because of the numbers of a step."""
-
-    def progress(self, batches: Iterable[T], total: int) -> Iterable[T]:
-        """The batches of a validation, as they are used."""
 
     def before_step(self, step: int) -> None:
         """A step starts."""
@@ -214,7 +209,7 @@ class Trainer:
         with hooks.phase("validation"):
             self.validation = validate(
                 self.model,
-                hooks.progress(loader.validation_batches(), loader.num_validation_batches),
+                loader.validation_batches(),
                 {source: len(rows) for source, rows in loader.validation_rows.items()},
                 before_forward=lambda: hooks.note(f"validation after step {self.step}"),
             )
