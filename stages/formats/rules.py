@@ -27,9 +27,6 @@ TEXT, MESSAGES = 0, 1
 KNOWN_ROLES = ("user", "assistant", "system", "developer", "tool", "function", "ipython")
 """What templates call a role."""
 
-Turn = dict[str, Any]
-"""A message that is written in a rule: strings that begin with $ are paths, all else is itself."""
-
 NUM_LEFT_OUT = 5
 """Records without a row that are kept of each rule, with their reasons and keys."""
 
