@@ -8,9 +8,10 @@ on the number of threads.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,8 +78,8 @@ def measure(request: Request, heartbeat: Heartbeat, is_sharded: bool | None = No
         StageError: the model's documents cannot be kept apart, or it has another loss than the trained one.
     """
 
-    def part(is_wanted: Callable[[Batch], bool]) -> LossSum:
-        own = [found for found in zip(batches, sums, strict=False) if is_wanted(found[0])]
+    def part(wanted: Iterable[bool]) -> LossSum:
+        own = [*compress(zip(batches, sums, strict=False), wanted)]
         return LossSum(
             rows=sum(len(batch.rows) for batch, _ in own),
             tokens=sum(tokens for _, (_, tokens) in own),
@@ -100,7 +101,7 @@ def measure(request: Request, heartbeat: Heartbeat, is_sharded: bool | None = No
         num_eval = sum(batch.in_eval_rows for batch in batches)
         sums = measured(batches[:num_eval])
         # The others may be many more, and samples take as long again.
-        run_on_rank0(lambda: check_export(request, part(lambda batch: batch.in_eval_rows)))
+        run_on_rank0(lambda: check_export(request, part(batch.in_eval_rows for batch in batches)))
         sums += measured(batches[num_eval:])
     num_parameters, dtype = model.num_parameters(), model.dtype
     samples = generate_samples(model, tokenizer, rows, request, heartbeat, is_sharded)
@@ -116,10 +117,10 @@ def measure(request: Request, heartbeat: Heartbeat, is_sharded: bool | None = No
         ]
     return Measurements(
         num_parameters,
-        part(lambda batch: batch.in_eval_rows),
-        part(lambda batch: not batch.in_eval_rows),
+        part(batch.in_eval_rows for batch in batches),
+        part(not batch.in_eval_rows for batch in batches),
         gathered(samples, heartbeat),
-        {source: part(partial(_is_of, source)) for source in rows.sources},
+        {source: part(batch.source == source for batch in batches) for source in rows.sources},
     )
 
 
@@ -146,10 +147,6 @@ def check_export(request: Request, exported: LossSum) -> None:
     raise StageError(
         f"{losses}. They are not the weights of the checkpoint: run `dvc repro -f -s consolidate`, and then again"
     )
-
-
-def _is_of(source: str, batch: Batch) -> bool:
-    return batch.source == source
 
 
 def plan_batches(request: Request, rows: TokenRows, size: int) -> list[Batch]:
