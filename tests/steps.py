@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from stages.base.params_file import load_params
 from stages.building import sharded_model
 from stages.checkpointing import saver
+from stages.checkpointing.layout import CheckpointManifest
 from stages.checkpointing.state import ScalerState, TrainState
 from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.batch import count_labels, make_batch
@@ -69,14 +70,14 @@ class Training:
         return unread.result(*all_reduce_sum(own_loss), grad_norm)
 
     def save(self, directory: Path) -> None:
-        state = train_state(self.step, ScalerState(*scaler_state(self.scaler)))
+        state = train_state(ScalerState(*scaler_state(self.scaler)))
         self.saver.save(directory, self.model, self.optimizer, state, {}, checkpoint_manifest(step=self.step))
         self.saver.wait()
 
     def load(self, directory: Path) -> None:
         saver.load(directory, self.model, self.optimizer)
         state = TrainState.of(directory)
-        self.step = state.step
+        self.step = CheckpointManifest.read(directory).step
         load_scaler_state(self.scaler, state.loss_scaler.scale, state.loss_scaler.good_steps)
 
     def trained(self) -> dict[str, torch.Tensor]:

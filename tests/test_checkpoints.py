@@ -151,7 +151,7 @@ def save_thrice(directory: Path, asynchronous: bool) -> list[bytes]:
     with open_saver(asynchronous) as saver:
         for step in (1, 2, 3):
             path = directory / step_name(step)
-            saver.save(path, model, optimizer, train_state(step), {}, checkpoint_manifest(step=step))
+            saver.save(path, model, optimizer, train_state(), {}, checkpoint_manifest(step=step))
             model.step(optimizer)  # while it is saved
     return [file.read_bytes() for file in sorted(path.rglob("*.distcp"))]
 

@@ -210,7 +210,7 @@ def test_what_is_adopted_stays_whatever_happens_to_the_other_run(
         (path / "model").mkdir()
         for name in ("model/shard", "state.json", "history.tsv"):
             (path / name).write_text("x")
-        train_state(int(path.name[5:])).write(path / "state.json")
+        train_state().write(path / "state.json")
         (path / "history.tsv").write_text("step\tvalidation_loss\n2\t1.5\n")
         files = {name: FileEntry.of(path / name) for name in ("model/shard", "state.json", "history.tsv")}
         replace(CheckpointManifest.read(path), files=files).write(path)

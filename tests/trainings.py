@@ -36,10 +36,9 @@ def write_checkpoint(run: Path, step: int, **values: Any) -> Path:
     return path
 
 
-def train_state(step: int = 1, loss_scaler: ScalerState | None = None) -> TrainState:
+def train_state(loss_scaler: ScalerState | None = None) -> TrainState:
     """The state of a training, as it is given to a `Saver`."""
-    loss_scaler = loss_scaler or ScalerState(scale=1.0, good_steps=0)
-    return TrainState(step=step, loss_scaler=loss_scaler)
+    return TrainState(loss_scaler=loss_scaler or ScalerState(scale=1.0, good_steps=0))
 
 
 Given = tuple[Project, dict[str, str]]

@@ -51,7 +51,7 @@ def main() -> None:
         for step, name in enumerate(SAVES[:2], start=1):
             start = time.perf_counter()
             saver.save(
-                directory / f"step-{step:08d}", model, optimizer, train_state(step), {},
+                directory / f"step-{step:08d}", model, optimizer, train_state(), {},
                 checkpoint_manifest(step=step),
             )  # fmt: skip
             copied = time.perf_counter()

@@ -11,9 +11,9 @@ from typing import ClassVar
 import numpy as np
 
 from stages.base import history
-from stages.base.files import JsonFile, damaged
+from stages.base.files import JsonFile
 from stages.base.history import HISTORY, SPEED, Row
-from stages.checkpointing.layout import REMEDY, CheckpointManifest
+from stages.checkpointing.layout import CheckpointManifest
 
 STATE = "state.json"
 """Its name in a checkpoint."""
@@ -56,8 +56,6 @@ class TrainState(JsonFile):
 
     STAGE: ClassVar[str] = "train"
 
-    step: int
-    """Optimizer steps done."""
     loss_scaler: ScalerState
     skipped_steps: int = 0
     """fp16: steps whose gradient was not finite."""
@@ -72,12 +70,9 @@ class TrainState(JsonFile):
         """The state in a checkpoint.
 
         Raises:
-            StageError: it is missing, not valid, or of another step than the checkpoint.
+            StageError: it is missing or not valid.
         """
-        state, step = cls.read(checkpoint / STATE), CheckpointManifest.read(checkpoint).step
-        if state.step != step:
-            raise damaged(checkpoint / STATE, f"it is of step {state.step}, not of step {step}", REMEDY)
-        return state
+        return cls.read(checkpoint / STATE)
 
 
 @dataclass(frozen=True)
@@ -144,17 +139,18 @@ class TrainMetrics(JsonFile):
     @classmethod
     def of(cls, checkpoint: Path) -> "TrainMetrics":
         """Those of the training that has ended with a checkpoint."""
-        state, adopted = TrainState.of(checkpoint), CheckpointManifest.read(checkpoint).adopted
+        state, manifest = TrainState.of(checkpoint), CheckpointManifest.read(checkpoint)
+        adopted = manifest.adopted
         course, speed = history.read(checkpoint / HISTORY), history.read(checkpoint / SPEED)
         _, validation_losses = history.series(course, "validation_loss")
         tokens = course[-1]["tokens"] or 0.0
         return cls(
-            steps=state.step,
+            steps=manifest.step,
             tokens=int(tokens),
             loss=course[-1]["loss"],
             validation_loss=validation_losses[-1] if validation_losses else None,
             skipped_steps=state.skipped_steps,
-            cost=Cost.of(speed, adopted.step if adopted else 0, state.launches, tokens / state.step),
+            cost=Cost.of(speed, adopted.step if adopted else 0, state.launches, tokens / manifest.step),
             place=state.place,
             sources=state.sources,
         )

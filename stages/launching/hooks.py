@@ -128,7 +128,6 @@ class RankHooks:
         self.metrics.time_steps(trainer.step)
         date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
         state = TrainState(
-            step=trainer.step,
             loss_scaler=ScalerState(*scaler_state(trainer.scaler)),
             skipped_steps=self.metrics.skipped_steps,
             launches=self.launches,

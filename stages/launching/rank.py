@@ -127,6 +127,7 @@ def start(
     # Before the model is built: where there is a checkpoint, the weights of the model files are not read.
     checkpoint = find_valid(candidates, run, runtime, heartbeat)
     state = TrainState.of(checkpoint) if checkpoint else None
+    step = CheckpointManifest.read(checkpoint).step if checkpoint else 0
     fix_threads(state.place if state else None)
     if checkpoint is None or run.params.lora_r:
         verify_weights(model, lambda: heartbeat.note("verifying the weights"))
@@ -137,15 +138,15 @@ def start(
         run.params, model, run.seq_length, run.total_steps, mesh, initialize=checkpoint is None, note=heartbeat.note,
         context=context,
     )  # fmt: skip
-    place = find_place(state.step if state else 0, trainer.attention) if is_rank0() else None
+    place = find_place(step, trainer.attention) if is_rank0() else None
     saves = saver.Saver(runtime, runtime.timeout_minutes, print_line, confirm_lock, heartbeat.goes_on)
     if checkpoint and state:
         heartbeat.note(f"reading {checkpoint.name}")
         saver.load(checkpoint, trainer.model, trainer.optimizer, heartbeat.goes_on)
         load_scaler_state(trainer.scaler, state.loss_scaler.scale, state.loss_scaler.good_steps)
-        trainer.step = state.step
+        trainer.step = step
         if place:
-            print_line(f"resuming from step {state.step} of {run.total_steps}: {checkpoint}")
+            print_line(f"resuming from step {step} of {run.total_steps}: {checkpoint}")
             others = differences(CheckpointManifest.read(checkpoint), state.place, place)
             if others and (device_type() == "cpu" or run.params.deterministic):
                 print_line(f"the last bits may not be those of a training without interruption: {'; '.join(others)}")
