@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from stages.base.errors import StageError
 from stages.building.activation_checkpointing import checkpoint_activations
 from stages.forward.attention import activate_kernels
-from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.batch import make_batch
 from stages.forward.loss import loss_sum
 from stages.model import meta
@@ -67,7 +66,7 @@ def loss(model: PreTrainedModel) -> Tensor:
     rows = torch.randint(1, 101, (2, 32), generator=torch.Generator().manual_seed(1))
     rows[:, 11] = 0
     torch.manual_seed(2)  # of dropout
-    lengths = model.config._attn_implementation in NEED_LENGTHS
+    lengths = model.config._attn_implementation == "varlen"
     return loss_sum(model, make_batch(rows, eos_token_id=0, document_mask=True, lengths=lengths))
 
 

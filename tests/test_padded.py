@@ -20,7 +20,6 @@ from stages.base.params_file import load_params
 from stages.forward import attention_choice
 from stages.forward.attention import activate_kernels
 from stages.forward.attention_choice import choose_attention
-from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.batch import Marks, make_batch
 from stages.forward.loss import loss_sum, summed_loss
 from stages.forward.padded import count_tokens, padded_batches
@@ -163,7 +162,7 @@ def test_packed_and_padded_documents_have_the_loss_and_gradient_of_each_alone(
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="eager").eval()
     rows, marks = conversations() if marked else (rows_of([30, 5, 90, 64, 2, 17, 31, 7, 1, 33], length=64), None)
-    batch = make_batch(rows, 0, document_mask=True, lengths=attention in NEED_LENGTHS, marks=marks)
+    batch = make_batch(rows, 0, document_mask=True, lengths=attention == "varlen", marks=marks)
     parts = padded_batches(batch, max_tokens=128)
     assert len(parts) > 1
     losses = [losses_alone(model, rows, marks), torch.stack([loss_sum(model, part) for part in parts]).sum()]

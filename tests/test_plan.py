@@ -28,7 +28,6 @@ from stages.base.packed import PackedTokens
 from stages.base.params_file import load_params
 from stages.building import sharded_model
 from stages.forward.attention_choice import AttentionChoice
-from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.batch import Marks, make_batch
 from stages.launching.runtime import TrainRuntime
 from stages.launching.timers import memory_gib, reset_peak_memory
@@ -492,7 +491,7 @@ def real_step(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh, nu
     optimizer, scaler = make_optimizer(model, params), make_grad_scaler(params.precision, torch.device("cpu"))
     rows = torch.ones(params.batch_size, num_tokens, dtype=torch.int32)
     rows[:, num_tokens // 2] = 0
-    batch = make_batch(rows, 0, document_mask=True, lengths=params.attention in NEED_LENGTHS)
+    batch = make_batch(rows, 0, document_mask=True, lengths=params.attention == "varlen")
     batches = [batch] * (params.total_batch_size // params.batch_size)
     return lambda: train_step(model, optimizer, scaler, batches, 2 * num_tokens, params)
 

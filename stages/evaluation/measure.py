@@ -40,7 +40,7 @@ from stages.evaluation.samples import generate_samples
 from stages.evaluation.sharing import gathered, must_shard, share
 from stages.forward.attention import activate_kernels
 from stages.forward.attention_choice import choose_attention
-from stages.forward.attention_names import IMPLEMENTATIONS, NEED_LENGTHS, Attention
+from stages.forward.attention_names import IMPLEMENTATIONS, Attention
 from stages.forward.batch import read_batch
 from stages.forward.distributed import is_rank0, run_on_all_ranks, run_on_rank0
 from stages.forward.loss import choose_loss, fuse, losses
@@ -218,7 +218,7 @@ def measure_batches(
         # disable=None: where there is no terminal
         for index, batch in enumerate(tqdm(own, desc="evaluate", unit="batch", disable=is_quiet or None)):
             heartbeat.note(f"measuring batch {index + 1} of {len(own)}")
-            lengths = attention in NEED_LENGTHS
+            lengths = attention == "varlen"
             inputs = [read_batch(rows, batch.rows, request.eos_token_id, request.document_mask, lengths)]
             if attention == "padded":
                 inputs = padded_batches(inputs[0], max_tokens=request.batch_size * rows.seq_length)

@@ -25,7 +25,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from stages.base.errors import StageError, one_line
 from stages.forward.attention import activate_kernels, deactivate_kernels
-from stages.forward.attention_names import IMPLEMENTATIONS, NEED_LENGTHS, Attention
+from stages.forward.attention_names import IMPLEMENTATIONS, Attention
 from stages.forward.batch import make_batch
 from stages.forward.context import RowContext, cut
 from stages.forward.isolated import isolated
@@ -208,7 +208,7 @@ def _find_fault(
 
     def compute(rows: Tensor, document_mask: bool = document_mask) -> Tensor:
         """The logits of rows, with the attention that is tested: (B, T, V)."""
-        batch = make_batch(rows, _END, document_mask, lengths=attention in NEED_LENGTHS)
+        batch = make_batch(rows, _END, document_mask, lengths=attention == "varlen")
         if is_cut:
             context = RowContext(_SLICES)  # each slice is a row
             slices = [cut(batch, number, context) for number in range(_SLICES)]

@@ -17,6 +17,3 @@ IMPLEMENTATIONS: dict[str, str | None] = {
     "padded": None,
 }
 """What transformers calls them; None: the model's own choice. `varlen` is registered by stages/forward/attention.py."""
-
-NEED_LENGTHS = frozenset({"varlen"})
-"""Those that need the lengths of the documents: `make_batch(lengths=True)`."""

@@ -32,8 +32,7 @@ def make_batch(
         input_ids: (B, T) integers; every document ends with `eos_token_id`, rows cut documents anywhere.
         eos_token_id: The token that ends a document, and occurs nowhere else; not used with `marks`.
         document_mask: Whether tokens attend to their own document only, else to their row.
-        lengths: For attention functions that need the lengths of the documents (`NEED_LENGTHS`): with them, the model
-            computes all rows as one.
+        lengths: For `varlen`, which needs the lengths of the documents: with them, the model computes all rows as one.
         marks: Of these rows.
 
     Returns:

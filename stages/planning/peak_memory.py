@@ -30,7 +30,6 @@ from torch.utils._pytree import tree_map_only
 from stages.base.errors import StageError
 from stages.building import sharded_model, sharding
 from stages.forward.attention_choice import choose_attention
-from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.batch import make_batch
 from stages.forward.context import RankContext, cut
 from stages.forward.loss import assumed_device, choose_loss, loss_sum
@@ -194,7 +193,7 @@ def _batch(params: TrainParams, shape: tuple[int, int], has_mask: bool) -> dict[
         mask = {"attention_mask": torch.ones_like(tokens).long()} if has_mask else {}
         return make_batch(tokens, 0, document_mask=False) | mask
     tokens[:, shape[1] // 2] = 0  # the end of a document: with some, attention may need a mask
-    batch = make_batch(tokens, 0, params.document_mask, lengths=params.attention in NEED_LENGTHS)
+    batch = make_batch(tokens, 0, params.document_mask, lengths=params.attention == "varlen")
     if params.context_parallel == 1:
         return batch
     group, _ = dist.new_subgroups(params.context_parallel)

@@ -28,7 +28,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.batch import count_labels, read_batch
 from stages.forward.context import Context, cut
 from stages.forward.distributed import device_type
@@ -173,7 +172,7 @@ class BatchLoader:
         return cut(batch, dist.get_rank() % self._context.size, self._context) if self._context else batch
 
     def _batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
-        lengths = self._params.attention in NEED_LENGTHS
+        lengths = self._params.attention == "varlen"
         return read_batch(self._rows, indices, self._eos_token_id, self._params.document_mask, lengths)
 
     def _padded(

@@ -90,7 +90,7 @@ import gc
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from stages.forward import attention
-from stages.forward.attention_names import IMPLEMENTATIONS, NEED_LENGTHS
+from stages.forward.attention_names import IMPLEMENTATIONS
 from stages.forward.batch import make_batch
 from stages.forward.loss import loss_sum
 from stages.forward.transfer import to_device
@@ -108,7 +108,7 @@ def gradient(attention, kind, compiles):
         layer.compile(fullgraph=True)
     rows = torch.randint(1, 512, (2, 512), generator=torch.Generator().manual_seed(0))
     rows[:, ::150] = 0
-    made = make_batch(rows, 0, document_mask=True, lengths=attention in NEED_LENGTHS)
+    made = make_batch(rows, 0, document_mask=True, lengths=attention == "varlen")
     made = to_device(made, "cuda")
     gc.collect()  # compiled layers are parts of cycles: the model before would be freed at any time
     before = torch.cuda.memory_allocated()
