@@ -284,7 +284,7 @@ def _write_adapter(
     from stages.export import mapped
     from stages.model import meta
 
-    parts = {name: {adapters.stored_name(name): tuple(tensor.shape)} for name, tensor in trained.items()}
+    parts = {name: {adapters.PREFIX + name: tuple(tensor.shape)} for name, tensor in trained.items()}
     dtypes = dict.fromkeys(trained, float32)
     digests = mapped.write_safetensors(weights.load, parts, directory, num_workers, dtypes, stem=adapters.STEM)
     targets = {name.removesuffix(adapters.A) for name in trained if name.endswith(adapters.A)}

@@ -165,7 +165,7 @@ def test_peft_loads_the_adapters_and_its_merge_is_the_model(
     for name, module in ours.named_modules():
         if isinstance(module, lora.LoraLinear):
             for layer, end in ((module.lora_A, adapters.A), (module.lora_B, adapters.B)):
-                layer.weight = torch.nn.Parameter(stored[adapters.stored_name(name + end)])
+                layer.weight = torch.nn.Parameter(stored[adapters.PREFIX + name + end])
     tokens = torch.arange(1, 33)[None]
     with torch.no_grad():
         theirs = model(tokens).logits

@@ -8,7 +8,7 @@ from stages.base.files import FileEntry
 from stages.base.history import HISTORY, SPEED, History
 from stages.base.identity import Adoption
 from stages.checkpointing import retention
-from stages.checkpointing.layout import CheckpointManifest, verify
+from stages.checkpointing.layout import verify
 from stages.checkpointing.run import Run, differences
 from stages.checkpointing.state import STATE, TrainState
 
@@ -26,8 +26,9 @@ def adopt(run: Run, checkpoint: Path) -> Path:
     manifest = verify(checkpoint, contents=False)
     verify(checkpoint, names=[STATE, HISTORY])
     history = History((checkpoint / HISTORY).read_text(encoding="utf-8"))
-    if not _validates_same_rows(run, manifest):  # losses that nobody may compare with ours
-        history = history.without("validation_loss")
+    theirs, ours = manifest.identity, run.identity
+    if theirs.data.validation != ours.data.validation or theirs.params["eval_rows"] != ours.params["eval_rows"]:
+        history = history.without("validation_loss")  # of other rows: nobody may compare them with ours
     tensors = {name: entry for name, entry in manifest.files.items() if "/" in name}
     path = run.directory / checkpoint.name
     retention.quarantine(path)  # it may be a part of a checkpoint
@@ -40,15 +41,7 @@ def adopt(run: Run, checkpoint: Path) -> Path:
         publish.write_text(target / SPEED, "")
         dataclasses.replace(
             manifest, run_id=run.run_id, total_steps=run.total_steps, identity=run.identity, validation_loss=None,
-            adopted=Adoption(
-                manifest.run_id, manifest.step, differences(manifest.identity, run.identity), manifest.adopted
-            ),
+            adopted=Adoption(manifest.run_id, manifest.step, differences(theirs, ours), manifest.adopted),
             files=tensors | {name: FileEntry.of(target / name) for name in (STATE, HISTORY, SPEED)},
         ).write(target)  # fmt: skip
     return path
-
-
-def _validates_same_rows(run: Run, manifest: CheckpointManifest) -> bool:
-    """Whether the validation losses of a checkpoint are on the rows that `run` measures."""
-    theirs, ours = manifest.identity, run.identity
-    return theirs.data.validation == ours.data.validation and theirs.params["eval_rows"] == ours.params["eval_rows"]

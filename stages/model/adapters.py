@@ -16,7 +16,8 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 WEIGHTS, CONFIG, STEM = "adapter_model.safetensors", "adapter_config.json", "adapter_model"
 NF4_BYTES = 0.5625
 """Of a weight in NF4: 4 bits, and a 64th of a scale in fp32."""
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
+"""Of what PEFT calls a tensor in the file."""
 _NUM_SHOWN = 12
 
 
@@ -85,11 +86,6 @@ def _list(names: Iterable[str]) -> str:
 def is_adapter(name: str) -> bool:
     """Whether a parameter is one of an adapter."""
     return name.endswith((A, B))
-
-
-def stored_name(name: str) -> str:
-    """What PEFT calls a tensor in the file."""
-    return _PREFIX + name
 
 
 def peft_problem(targets: Iterable[str], has_joined_experts: bool) -> str | None:

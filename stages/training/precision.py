@@ -24,17 +24,13 @@ def check_precision(params: TrainParams, seq_length: int) -> None:
     if params.precision != "fp8":
         return
     devices = range(torch.cuda.device_count())
-    unfit = [torch.cuda.get_device_name(device) for device in devices if not _has_float8(device)]
+    unfit = [torch.cuda.get_device_name(each) for each in devices if torch.cuda.get_device_capability(each) < (8, 9)]
     if unfit or not devices:
         raise StageError(
             "precision fp8 needs GPUs of compute capability 8.9 or higher (Ada, Hopper and newer), "
             f"not {unfit[0] if unfit else 'CPUs'}: use bf16"
         )
     params.check_tokens(seq_length)
-
-
-def _has_float8(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def set_float32_precision(tf32: bool) -> None:
