@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from stages.base import code, command, publish
-from stages.base.dataset import Dataset
+from stages.base.dataset import CORPUS, Dataset
 from stages.base.errors import StageError
 from stages.base.files import JsonFile
 from stages.base.origin import DATA_METRICS, Origin
@@ -31,7 +31,6 @@ from stages.duplicates.signatures import SignTask
 from stages.work import arrow, reuse, skipped, workers
 from stages.work.skipped import DUPLICATES
 
-CORPUS = Path("data/corpus")
 METRICS = DATA_METRICS["deduplicate"]
 NUM_EXAMPLES, NUM_GROUPS = 20, 10
 LONGEST_SHOWN = 300

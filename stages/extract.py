@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 from pydantic import AfterValidator, Field
 
 from stages.base import code, command, publish
-from stages.base.dataset import Dataset, Shard
+from stages.base.dataset import CORPUS, Dataset, Shard
 from stages.base.errors import StageError
 from stages.base.files import JsonFile
 from stages.base.names import printable
@@ -41,7 +41,6 @@ from stages.work import reuse, workers
 if TYPE_CHECKING:
     from stages.formats.raw_content import Rejected
 
-CORPUS = Path("data/corpus")
 METRICS = Path("data/extract.json")
 
 NUM_PRINTED = 20

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter, ValidationError
 
 from stages.base import code, command, outputs, publish
-from stages.base.dataset import Dataset
+from stages.base.dataset import CORPUS, Dataset
 from stages.base.errors import StageError
 from stages.base.files import DamagedFile
 from stages.base.identity import RunIdentity
@@ -48,7 +48,6 @@ from stages.pack import PackParams
 from stages.splits import manifests as splits
 from stages.training.params import TrainParams
 
-CORPUS = Path("data/corpus")
 _SUMMARY = DATA_METRICS["organize"]
 _PARAMS: dict[str, Any] = {
     "organize": OrganizeParams,

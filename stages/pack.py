@@ -21,7 +21,7 @@ from pydantic import Field
 from tqdm import tqdm
 
 from stages.base import code, command, process, publish
-from stages.base.dataset import STATE, Dataset, Shard
+from stages.base.dataset import CORPUS, STATE, Dataset, Shard
 from stages.base.errors import StageError, explained, one_line
 from stages.base.files import check_files
 from stages.base.origin import DATA_METRICS, Origin
@@ -42,7 +42,6 @@ from stages.model.manifest import ModelManifest
 from stages.tokenizing import chat_template, comparison, encoding, fast_tokenizer, packing, vocabulary
 from stages.work import arrow, reuse, skipped, workers
 
-CORPUS = Path("data/corpus")
 TEMPLATES = Path("models/templates")
 """Chat templates, which DVC watches for this stage."""
 

@@ -14,6 +14,7 @@ from stages.base import publish
 from stages.base.errors import StageError
 from stages.base.files import FileName, check_files, damaged
 
+CORPUS = Path("data/corpus")
 STATE = "state.json"
 INFO = "dataset_info.json"
 

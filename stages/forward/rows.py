@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from stages.base.dataset import STATE
 from stages.base.errors import StageError, explained
-from stages.base.packed import PackedTokens
+from stages.base.packed import REMEDY, PackedTokens
 
 
 class TokenRows:
@@ -42,10 +42,7 @@ class TokenRows:
         self._ends = np.cumsum([len(chunk) for chunk in self._chunks], dtype=np.int64)
         # The fingerprint does not cover the number of rows, and the length of a training follows from it.
         if len(self) != tokens.num_rows:
-            raise StageError(
-                f"{directory / STATE} lists {tokens.num_rows} rows, and there are {len(self)}: "
-                "run `dvc repro -f -s pack`"
-            )
+            raise StageError(f"{directory / STATE} lists {tokens.num_rows} rows, and there are {len(self)}: {REMEDY}")
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if self._chunks else 0
@@ -105,6 +102,5 @@ def _bits(array: pa.BooleanArray, first: int, count: int) -> NDArray[np.bool_]:
 
 
 def _open(path: Path) -> pa.Table:
-    remedy = "run `dvc repro -f -s pack`"
-    with explained(lambda problem: StageError(f"{path} is not a complete Arrow file ({problem}): {remedy}")):
+    with explained(lambda problem: StageError(f"{path} is not a complete Arrow file ({problem}): {REMEDY}")):
         return pa.ipc.open_stream(pa.memory_map(str(path))).read_all()

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stages.base import code, publish
-from stages.base.dataset import Dataset
+from stages.base.dataset import CORPUS, Dataset
 from stages.base.errors import StageError
 from stages.base.files import check_files
 from stages.base.packed import METRICS, PackMetrics
@@ -27,7 +27,6 @@ from stages.duplicates.signatures import document
 from stages.tokenizing.packing import Side, batches_of, without
 from stages.work import arrow, reuse, skipped, workers
 
-CORPUS = Path("data/corpus")
 NUM_WORDS = 13
 _FILTER_BITS = 24
 """The upper bits of a hash, by which nearly all grams of a document are found to be of no item."""
