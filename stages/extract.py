@@ -272,7 +272,23 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
         dataset = Dataset(params.features, sourced)
         fallback = sorted(chain.from_iterable(result.fallback for result in results))[: limits.num_listed]
         of_rules = count_rules(params.records, results)
-        metrics(params, counts, len(rejected_names), rejected, of_rules, fallback, dataset.fingerprint).write(METRICS)
+        Metrics(
+            files=counts.files,
+            fallback_encoded_files=counts.fallback_encoded_files,
+            fallback_encoded=fallback,
+            rejected_files=len(rejected_names),
+            records=counts.records,
+            strings=counts.strings,
+            characters=counts.characters,
+            mean_characters=round(counts.characters / counts.strings) if counts.strings else None,
+            short_strings=counts.short_strings,
+            rejected=dict(sorted(counts.rejected.items())),
+            rejections=rejected,
+            rules=of_rules,
+            source=publish.sha256_file(splits.SPLITS / splits.SUMMARY),
+            fingerprint=dataset.fingerprint,
+            origin=Origin.of("stages.extract", params),
+        ).write(METRICS)
         if len(rejected_names) > params.max_rejected_files:
             raise StageError(*too_many(len(rejected_names), rejected, params.max_rejected_files))
         for index, rule in enumerate(of_rules):
@@ -604,35 +620,6 @@ def join_parts(rejected: Iterable[RejectedFile], num_listed: int) -> list[Reject
         for _, parts in groupby(in_order, key=lambda file: file.path)
         for rejection in islice(chain.from_iterable(part.rejections for part in parts), num_listed)
     ]
-
-
-def metrics(
-    params: ExtractParams,
-    counts: SplitCounts,
-    num_rejected_files: int,
-    rejected: list[Rejection],
-    of_rules: list[RuleCounts],
-    fallback: list[str],
-    fingerprint: str,
-) -> Metrics:
-    """The content of `data/extract.json`."""
-    return Metrics(
-        files=counts.files,
-        fallback_encoded_files=counts.fallback_encoded_files,
-        fallback_encoded=fallback,
-        rejected_files=num_rejected_files,
-        records=counts.records,
-        strings=counts.strings,
-        characters=counts.characters,
-        mean_characters=round(counts.characters / counts.strings) if counts.strings else None,
-        short_strings=counts.short_strings,
-        rejected=dict(sorted(counts.rejected.items())),
-        rejections=rejected,
-        rules=of_rules,
-        source=publish.sha256_file(splits.SPLITS / splits.SUMMARY),
-        fingerprint=fingerprint,
-        origin=Origin.of("stages.extract", params),
-    )
 
 
 def too_many(number: int, rejected: list[Rejection], limit: int) -> list[str]:
