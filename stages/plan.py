@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -170,24 +170,17 @@ def main() -> None:
         publish.write_text(outputs.ROWS, rows)
 
 
-class Memory(NamedTuple):
-    """What `measure_memory` finds."""
-
-    peak: PeakMemory | None
-    """Of each rank; None: it cannot be measured."""
-    peaks: Table
-    """Empty without a limit."""
-    step: str
-    """How the rows of a step are divided over the ranks; "": these ranks cannot train, or passes have no fixed size."""
-
-
 def measure_memory(
     model: ModelManifest, params: TrainParams, num_ranks: int, seq_length: int, limit: int | None
-) -> Memory:
+) -> tuple[PeakMemory | None, Table, str]:
     """Measure the memory of each rank, and where `limit` bytes of a GPU are known, print a table of what fits.
 
     The tensors have no memory (stages/planning/peak_memory.py), and no weight is read. So the result is the same on
     each machine.
+
+    Returns:
+        The peak of each rank, None where it cannot be measured; a table of peaks, empty without a limit; and how the
+        rows of a step are divided over the ranks, "" where these cannot train, or passes have no fixed size.
 
     Raises:
         StageError: the model cannot be trained like this.
@@ -201,7 +194,7 @@ def measure_memory(
     except StageError as error:  # these ranks are assumed, others may train
         ranks = counted(num_ranks, "rank")
         print(f"warning: {ranks} (plan.num_ranks) cannot train, and their memory is not known: {error}")
-        return Memory(None, {}, "")
+        return None, {}, ""
     if size != params.fsdp.mesh_shape(num_ranks, 1)[1]:
         print(
             f"warning: HYBRID_SHARD shards the model over the ranks of a node, and this is the memory of {num_ranks} "
@@ -234,7 +227,7 @@ def measure_memory(
             f"{one_line(error)}): weights, gradients and optimizer state of each of {num_ranks} "
             f"ranks need {format_gib(state)}, and what comes on top is not known"
         )
-        return Memory(None, {}, step)
+        return None, {}, step
     if limit and params.precision == "fp32":
         print("warning: precision fp32 uses a small part of a GPU, which is made for bf16: set precision to bf16")
     if limit:
@@ -251,7 +244,7 @@ def measure_memory(
                     f"note: with fsdp.strategy ddp each rank holds the whole model, in {format_gib(needed)}, and "
                     "gathers no weights"
                 )
-    return Memory(peak, peaks, step)
+    return peak, peaks, step
 
 
 def _print_context_parallel(
