@@ -25,10 +25,10 @@ def refresh(directories: Iterable[Path]) -> None:
             os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY))
 
 
-def wait_for_file(path: Path, size: int, seconds: float) -> bool:
-    """Whether this node sees a file with a size, at the latest after `seconds`."""
+def wait_for_file(path: Path, size: int | None, seconds: float) -> bool:
+    """Whether this node sees a file with a size, or with any if that is None, at the latest after `seconds`."""
     end = time.monotonic() + seconds
-    while find_size(path, size) != size:
+    while (found := find_size(path, size)) is None or size not in (None, found):
         if time.monotonic() > end:
             return False
         time.sleep(0.2)

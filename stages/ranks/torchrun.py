@@ -29,7 +29,7 @@ import psutil
 from stages.base import process, publish
 from stages.base.command import USER_ERROR
 from stages.base.errors import StageError
-from stages.base.shared_disk import refresh
+from stages.base.shared_disk import refresh, wait_for_file
 from stages.ranks import handoff
 from stages.ranks.gpus import num_devices
 from stages.ranks.signals import INTERRUPTED, on_stop_signals
@@ -282,12 +282,8 @@ def find_endpoint(directory: Path, given: str, node: int, num_nodes: int) -> str
 
 def _wait_for(path: Path) -> str:
     """The text of a file that another node writes."""
-    end = time.monotonic() + _START_SECONDS
-    while not path.exists():
-        if time.monotonic() > end:
-            sys.exit(f"RendezvousTimeoutError: the {path.name.replace('-', ' ')} has not started in {_START_SECONDS} s")
-        time.sleep(0.1)
-        refresh([path.parent])
+    if not wait_for_file(path, None, _START_SECONDS):
+        sys.exit(f"RendezvousTimeoutError: the {path.name.replace('-', ' ')} has not started in {_START_SECONDS} s")
     return path.read_text(encoding="utf-8")
 
 
