@@ -269,7 +269,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
     note = f"of {params.seq_length:,} tokens; {validation.num_rows:,} more held out ({held_out:.1%} of the tokens)"
     return table(
         (train.num_rows, "rows", note),
-        conversations_row(counts) if is_chat else (counts.num_duplicates, "dropped", "duplicate documents"),
+        conversations_row(counts) if is_chat else documents_row(counts, validation.counts),
         (f"{sum(used)} of {len(used)}", "splits reused", ""),
     )
 
@@ -279,6 +279,13 @@ def train_shards(parts: Iterable[TokenShard]) -> dict[str, float]:
     trained = [part for part in parts if part.directory == TRAIN.name]
     fractions = {part.source: part.side.fraction if part.side else 0.0 for part in trained}
     return {split.shard.filename: fractions[part.source] for part in trained for split in part.splits}
+
+
+def documents_row(counts: packing.Counts, held_out: packing.Counts) -> Row:
+    """How many documents there are, for people to read; equal ones are known only where their content decides."""
+    equal = held_out.num_duplicates
+    note = f"{held_out.num_documents:,} held out" + (f", {equal:,} of them equal to an earlier one" if equal else "")
+    return counts.num_documents, "documents", note
 
 
 def conversations_row(counts: packing.Counts) -> Row:

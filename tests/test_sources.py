@@ -144,10 +144,12 @@ def test_documents_are_held_out_by_their_content() -> None:
 def test_equal_documents_are_on_one_side_and_counted() -> None:
     copies = {f"{number}.txt": f"text of {number % 20}" for number in range(100)}
     put(copies)
-    run(None, num_splits=4, validation_fraction=0.3)
+    printed = run(None, num_splits=4, validation_fraction=0.3)
     metrics = PackMetrics.read(METRICS)
     held_out = metrics.validation.documents
     assert held_out and held_out % 5 == 0
+    # All of them are in the rows.
+    assert f"100  documents        {held_out} held out, {held_out * 4 // 5} of them equal to an earlier one" in printed
     assert metrics.validation.duplicates == held_out * 4 // 5
     assert metrics.train.duplicates == 0
     assert metrics.train.documents == 100 - held_out
