@@ -238,7 +238,7 @@ NO_DIRECTORY = "there is no such directory; "
         ("models/that/is/not/there", f"{NO_DIRECTORY}the models in models are models/nano$"),
         ("./models/nono", f"{NO_DIRECTORY}the models in models are models/nano$"),
         ("/models/nano", NO_DIRECTORY),
-        ("~/models", f"{NO_DIRECTORY}. contains no models$"),
+        ("~/models", "nothing replaces ~ by your home directory: write " + os.path.expanduser("~/models")),
         ("models/nano/config.json", "that is a file; use the directory"),
         ("not/a/model", "there is no such directory, and it is not a valid Hub id"),
     ],

@@ -275,6 +275,9 @@ def _refuse_directory(model_name: str) -> None:
     first, *others = path.parts
     if not (model_name.startswith(("/", ".", "~")) or path.exists() or (others and Path(first).is_dir())):
         return
+    if model_name.startswith("~"):  # that of `-S model_name=~/a`, too: shells replace it at the beginning of a word
+        full = os.path.expanduser(model_name)
+        raise StageError(f"model_name is {model_name!r}: nothing replaces ~ by your home directory: write {full}")
     if path.exists():
         raise StageError(f"model_name is {model_name!r}: that is a file; use the directory that contains config.json")
     parent = next(ancestor for ancestor in path.parents if ancestor.is_dir())
