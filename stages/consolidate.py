@@ -49,7 +49,7 @@ from stages.model.license import ModelLicense
 from stages.model.manifest import MODEL_MANIFEST, REMEDY, ModelManifest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Container, Mapping
 
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -237,7 +237,7 @@ def export(
         records = find_data_metrics(fingerprint(pointer.identity.data.train, pointer.identity.data.validation))
         packed = PackMetrics.read(METRICS) if "pack" in records else None  # else it is of other tokens
         turns = _add_chat_template(temporary, packed) if packed else []
-        _add_ends(temporary, reference, [model.eos_token_id, *turns])
+        _add_ends(temporary, reference, [model.eos_token_id, *turns], tokenizer.text_tokens(model.verify_tokenizer()))
         written = {str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()}
         small = sorted(written - {*digests.files, LINEAGE, CARD})
         others = {name: publish.sha256_file(temporary / name) for name in small}
@@ -420,8 +420,11 @@ def _add_chat_template(directory: Path, packed: PackMetrics) -> list[int]:
     return packed.train.conversations.terminators
 
 
-def _add_ends(directory: Path, reference: "PreTrainedModel", tokens: list[int]) -> None:
-    """Have generated text end at the tokens that ended documents and turns, too, which need not be the config's."""
+def _add_ends(directory: Path, reference: "PreTrainedModel", tokens: list[int], text_tokens: "Container[int]") -> None:
+    """Have generated text end at the tokens that ended documents and turns, too, which need not be the config's.
+
+    Of the config's, none that is text: the default of a class, such as 2 of Llama, is a quote in other tokenizers.
+    """
     from transformers import GenerationConfig
 
     path = directory / GENERATION_CONFIG
@@ -430,7 +433,7 @@ def _add_ends(directory: Path, reference: "PreTrainedModel", tokens: list[int]) 
     if not path.is_file():  # that of the class, whose own EOS may be any token of this tokenizer
         GenerationConfig.from_model_config(reference.config).save_pretrained(directory)
     known = stated if isinstance(stated, list) else [] if stated is None else [stated]
-    ends = [*dict.fromkeys([*known, *tokens])]
+    ends = [*dict.fromkeys([*(token for token in known if token not in text_tokens), *tokens])]
     stored = ends if len(ends) > 1 else ends[0]
     config = publish.read_json(path)
     if config.get("eos_token_id") not in (ends, stored):

@@ -731,6 +731,8 @@ def test_what_is_no_model_is_not_replaced(llama: Trained) -> None:
         (7, {"eos_token_id": 0}, 0, [0, 5, 3]),
         (None, {"eos_token_id": [5, 9]}, [5, 9, 0], [5, 9, 0, 3]),
         (7, {"max_length": 9}, 0, [0, 5, 3]),
+        (2, None, 0, [0, 5, 3]),  # a word of this tokenizer
+        (None, {"eos_token_id": [1, 9]}, [9, 0], [9, 0, 5, 3]),
     ],
 )
 def test_generated_text_ends_where_documents_and_turns_have_ended(
@@ -755,7 +757,7 @@ def test_a_text_config_says_where_generated_text_ends_too(tmp_path: Path) -> Non
     config = LlavaConfig(text_config=LlamaConfig(eos_token_id=7))
     config.save_pretrained(tmp_path)
     reference: Any = SimpleNamespace(config=config)
-    consolidate._add_ends(tmp_path, reference, [0])
+    consolidate._add_ends(tmp_path, reference, [0], ())
     assert publish.read_json(tmp_path / "generation_config.json")["eos_token_id"] == [7, 0]
 
 

@@ -100,6 +100,12 @@ def find_start(tokenizer: Tokenizer, eos_token_id: int | None) -> list[int]:
     return [*takewhile(lambda token: token not in (_ANY, eos_token_id), ids)]
 
 
+def text_tokens(path: Path) -> set[int]:
+    """The ids of a tokenizer.json that are pieces of text, and no added tokens, such as EOS."""
+    tokenizer = Tokenizer.from_file(str(path))
+    return {*tokenizer.get_vocab().values()} - tokenizer.get_added_tokens_decoder().keys()
+
+
 def compared_with_file(tokenizer: ModelTokenizer, directory: Path) -> str | None:
     """A sentence for people where a model's tokenizer.json alone gives other tokens; None: it gives the same."""
     with explained(lambda problem: StageError(f"{directory / TOKENIZER} is no tokenizer: {problem}")):
