@@ -20,6 +20,12 @@ fail() {
     exit 1
 }
 
+if [[ -e .venv/bin/dvc && ! -x $(sed -n '1s/^#!\(\S*\).*/\1/p' .venv/bin/dvc) ]]; then
+    echo 'setup: the programs in .venv start a Python that is not here, as after the project was moved: `rm -r .venv`,' \
+        'then `make setup`' >&2
+    exit 1
+fi
+
 read -r wanted present installed 2> /dev/null < "$stamp" || true
 is_current() { [[ ${present:-} == "$1" && $installed == "$(digest "$1")" ]]; }
 

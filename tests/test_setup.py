@@ -244,6 +244,17 @@ def test_setup_finishes_an_environment_without_pip(run_setup, tmp_path):
     assert (tmp_path / ".venv/bin/pip").exists()
 
 
+def test_setup_names_an_environment_that_was_moved(run_setup, tmp_path):
+    """`make repro` starts its programs, which start the Python of the place where it was made."""
+    run_setup(gpu=0)
+    for python in (tmp_path / ".venv/bin/python", Path("/bin/sh")):  # the latter where that path is too long
+        (tmp_path / ".venv/bin/dvc").write_text(f"#!{python}\n")
+        assert run_setup(gpu=0) == NOTHING
+    (tmp_path / ".venv/bin/dvc").write_text(f"#!{tmp_path}/before/.venv/bin/python\n")
+    status, installed, last = run_setup(gpu=0)
+    assert (status, installed) == (1, []) and "was moved" in last
+
+
 def test_setup_detects_a_gpu_by_its_device_file(run_setup, tmp_path):
     (tmp_path / "nvidia0").touch()
     assert run_setup(gpu=0) == (0, CUDA, "")
