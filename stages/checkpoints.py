@@ -30,6 +30,7 @@ from stages.checkpointing.layout import (
     AGAIN,
     MANIFEST,
     CheckpointManifest,
+    UnsupportedFormat,
     checkpoint_root,
     latest_valid,
     list_checkpoints,
@@ -92,10 +93,16 @@ def _list(runs: list[Path], params: TrainParams) -> None:
 
 
 def _state(path: Path, complete: dict[Path, CheckpointManifest]) -> str:
-    if path in complete:
-        return "complete"
     states = {retention.TEMPORARY: "being written, or left by a crash", retention.DAMAGED: "damaged, in quarantine"}
-    return states.get(path.suffix, "incomplete")
+    if path in complete or path.suffix in states:
+        return states.get(path.suffix, "complete")
+    try:
+        CheckpointManifest.read(path)
+    except UnsupportedFormat:
+        return "of another version"
+    except (StageError, OSError):
+        pass
+    return "incomplete"
 
 
 def _verify(runs: list[Path]) -> None:

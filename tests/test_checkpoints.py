@@ -390,6 +390,8 @@ def test_checkpoints_are_listed_and_verified(two_runs: tuple[Path, Path]) -> Non
     assert run_here("checkpoints", "verify").count("is valid") == 7
     (other / step_name(8) / "state.json").write_text("[]")
     assert "is damaged" in run_here("checkpoints", "verify", status=2)
+    replace(CheckpointManifest.read(other / step_name(6)), format=1).write(other / step_name(6))
+    assert re.search(r"00006 .*  of another version\n", run_here("checkpoints", "list")), "it is not incomplete"
 
 
 def test_checkpoints_are_pruned_where_nothing_needs_them(here: Project, two_runs: tuple[Path, Path]) -> None:
