@@ -99,13 +99,14 @@ def evaluate(
         measure: Measures it, on so many ranks.
 
     Raises:
-        StageError: the model, the history or the held-out rows are missing or damaged, or the exported weights have
-            another loss than the trained ones.
+        StageError: the model, the history or the held-out rows are missing, damaged or of another training, or the
+            exported weights have another loss than the trained ones.
     """
     directory = outputs.directory(params.experiment_name) / "model"
     lineage = read_verified_lineage(directory)
     course = history.read(outputs.HISTORY)
     model, data = ModelManifest.read(), PackMetrics.read(METRICS)
+    lineage.check_initial_model("evaluate")
     rows = PackedTokens.read(VALIDATION)
     if rows.fingerprint != lineage.data.validation:
         raise StageError(f"{VALIDATION} has other rows than the training measured: run `dvc repro evaluate`")

@@ -123,6 +123,7 @@ def make_request(params: ScoreParams, runtime: ScoreRuntime) -> Request:
     public.check(params.tasks)  # before anything is installed
     directory = outputs.directory(params.experiment_name) / "model"
     lineage, manifest = Lineage.read(directory / LINEAGE), ModelManifest.read()
+    lineage.check_initial_model("score")
     files = {**lineage.weights, **lineage.files}
     check_files({directory / name: found for name, found in files.items()}, "run `dvc repro -f -s consolidate`")
     others = {name: found for name, found in lineage.files.items() if name != CONFIG}

@@ -44,11 +44,11 @@ from stages.evaluation.request import (
     weight_bytes,
 )
 from stages.export.evaluation import Evaluation
-from stages.export.lineage import Lineage
+from stages.export.lineage import InitialModel, Lineage
 from stages.forward import attention_choice
 from stages.forward.loss import LossHead
 from stages.forward.rows import TokenRows
-from stages.model.manifest import ModelManifest
+from stages.model.manifest import MODEL_MANIFEST, ModelManifest
 from stages.ranks import asking, handoff, process_group, watchdog
 from stages.ranks.asking import REQUEST
 from stages.ranks.watchdog import Heartbeat
@@ -105,7 +105,8 @@ def write_lineage() -> None:
     data = TokenFingerprints("t", Dataset.read(VALIDATION, "pack").fingerprint)
     trained = {**yaml.safe_load(Path("params.yaml").read_text()), "precision": "fp32", "tf32": False}
     weights = {"model.safetensors": publish.sha256_file(MODEL / "model.safetensors")}
-    make_lineage(data=data, params=trained, weights=weights).write(MODEL / "lineage.json")
+    initial = InitialModel("initial", "main", commit=None, manifest=publish.sha256_file(MODEL_MANIFEST), lineage=None)
+    make_lineage(model=initial, data=data, params=trained, weights=weights).write(MODEL / "lineage.json")
 
 
 def write_history(untrained: float | None = None, trained: float | None = None) -> None:
@@ -481,13 +482,19 @@ def export_another_run() -> None:
     replace(lineage, history="0" * 64).write(MODEL / "lineage.json")
 
 
+def download_another_model() -> None:
+    replace(describe_model(), model_name="another").write()
+
+
 def move_initial_model() -> None:
     replace(describe_model(), model_name="gone").write()
+    write_lineage()
 
 
 def train_initial_model_further() -> None:
     shutil.copytree(MODEL, "initial")
     replace(describe_model(), model_name="initial").write()
+    write_lineage()
     flip_bit(Path("initial/model.safetensors"), -1)
 
 
@@ -499,12 +506,13 @@ def train_initial_model_further() -> None:
         (flip_rows, r"arrow is damaged .* run `dvc repro -f -s pack`"),
         (pack_other_rows, r"validation has other rows than the training measured: run `dvc repro"),
         (export_another_run, r"history\.tsv is not of the run that made outputs/exp/model: run `dvc repro e"),
+        (download_another_model, r"model\.json is not of the model that run 0123 was trained from: run `dvc repro eva"),
         (move_initial_model, r"model_name: the directory 'gone' is gone; put it back"),
         (train_initial_model_further, r"initial/model\.safetensors is damaged .*: put it back, or run `dvc r"),
         (lambda: write_history(4.5, math.nan), "was nan at step 3: the training has diverged. Lower lr"),
         (lambda: write_history(4.5, math.inf), "was inf at step 3: the training has diverged. Lower lr"),
     ],
-    ids=["weights", "no lineage", "rows", "other rows", "other run", "no initial model", "initial model", "nan", "inf"],
+    ids=["weights", "no lineage", "rows", "other rows", "other run", "other model", "moved", "damaged", "nan", "inf"],
 )
 def test_what_is_damaged_or_of_another_training_is_refused(change: Callable[[], object], problem: str) -> None:
     write_params(eval_samples=1)

@@ -29,7 +29,7 @@ from stages.base.packed import TRAIN, VALIDATION
 from stages.evaluation import generation, sharing
 from stages.export.lineage import InitialModel, Lineage
 from stages.export.scores import Scores
-from stages.model.manifest import TOKENIZER
+from stages.model.manifest import MODEL_MANIFEST, TOKENIZER
 from stages.model.tokenizer import load as load_tokenizer
 from stages.pack import PackParams, PackRuntime, pack
 from stages.ranks import asking, handoff
@@ -129,7 +129,7 @@ def change_weights(model: Path, factor: float = 1.5) -> None:
     data = TokenFingerprints(*(Dataset.read(directory, "pack").fingerprint for directory in (TRAIN, VALIDATION)))
     Lineage(
         run_id="0123", step=3, adopted=None, data=data, params={}, code="c",
-        model=InitialModel(name="nano", revision="main", commit=None, manifest="m", lineage=None), packages={},
+        model=InitialModel("nano", "main", None, publish.sha256_file(MODEL_MANIFEST), lineage=None), packages={},
         checkpoint="cs", weights={path.name: files.pop(path.name)}, files=files,
     ).write(model / "lineage.json")  # fmt: skip
 
@@ -391,9 +391,10 @@ def test_the_chance_of_a_group_is_that_of_a_mean_over_questions(
 
 
 def test_random_initial_weights_are_not_asked(project: Project, lm_eval: None) -> None:
-    path = Path("data/model.json")
-    manifest = download.describe(download.DownloadParams("models/nano", "main", "random"))
-    manifest.write(path)
+    download.describe(download.DownloadParams("models/nano", "main", "random")).write()
+    with pytest.raises(StageError, match="is not of the model that run 0123 was trained from: run `dvc repro score`"):
+        ask("mc", task_limit=2)
+    change_weights(Path("outputs/exp/model"))
     (found,) = ask("mc", task_limit=2).tasks
     assert (found.initial, found.difference, found.difference_stderr) == (None, None, None)
     assert found.stderr

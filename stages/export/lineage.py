@@ -9,9 +9,12 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from stages.base import publish
+from stages.base.errors import StageError
 from stages.base.files import FileName, RelativePath, SealedJsonFile
 from stages.base.identity import Adoption, RunId, TokenFingerprints
 from stages.base.origin import Origin
+from stages.model.manifest import MODEL_MANIFEST
 
 DataStage = Annotated[str, Field(pattern="^(organize|extract|deduplicate|pack)$")]
 
@@ -70,3 +73,17 @@ class Lineage(SealedJsonFile):
     """Fingerprint of data/corpus."""
     origins: dict[DataStage, Origin] = field(default_factory=dict)
     """Parameters and packages of the data stages, as far as the project has records of these data."""
+
+    def check_initial_model(self, stage: str) -> None:
+        """Check that data/model.json describes the model that the run started from.
+
+        What `stage` measures of another one would be taken for what the model was before its training.
+
+        Raises:
+            StageError: it does not.
+        """
+        if self.model.manifest != publish.sha256_file(MODEL_MANIFEST):
+            raise StageError(
+                f"{MODEL_MANIFEST} is not of the model that run {self.run_id} was trained from: run `dvc repro "
+                f"{stage}`, which trains from this one"
+            )
