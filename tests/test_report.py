@@ -189,6 +189,14 @@ def test_a_file_that_is_missing_or_damaged_is_named(path: Path, content: str | N
         write()
 
 
+@pytest.mark.parametrize("other", [{"run_id": "other"}, {"step": 100}])
+def test_losses_of_another_model_are_refused(other: dict[str, object]) -> None:
+    """Those before the newest export are there until `evaluate` runs."""
+    change(outputs.EVALUATION, **other)
+    with pytest.raises(StageError, match=r"evaluation\.json is not of the model in outputs/exp/model: run `dvc re"):
+        write()
+
+
 def leave_conversations_out() -> None:
     rule = {"files": "posts/*.jsonl", "left_out": {"no string at $.text": 60}}
     change(DATA_METRICS["extract"], rules=[rule])

@@ -38,10 +38,12 @@ def write(directory: Path, experiment_name: str, raw_dir: str) -> None:
         raw_dir: As in params.yaml.
 
     Raises:
-        StageError: a file of the run is missing or damaged.
+        StageError: a file of the run is missing or damaged, or another model was evaluated.
     """
     model = outputs.directory(experiment_name) / "model"
     lineage, evaluation = Lineage.read(model / LINEAGE), Evaluation.read(outputs.EVALUATION)
+    if (evaluation.run_id, evaluation.step) != (lineage.run_id, lineage.step):
+        raise StageError(f"{outputs.EVALUATION} is not of the model in {model}: run `dvc repro report`")
     trained = TrainMetrics.read(outputs.TRAIN_METRICS)
     scores, figures, answers = Scores.read(outputs.TASKS), {}, None
     if of_tasks := pictures.draw_tasks(scores.tasks):
