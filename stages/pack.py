@@ -227,12 +227,15 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
             print(f"warning: pack encodes with the model's own tokenizer, not with {fast_tokenizer.NAME}: {reason}")
             spec = spec._replace(is_fast=False)
             written = write_token_shards(parts, spec, directory, store, params, runtime, max_batch_tokens)
+        # A fraction that suits a large source may give none of the rows of a small one.
+        is_measured = any(rows.num_rows for part, rows in written if part.directory == VALIDATION.name)
         for part, rows in written:
             # With 0 splits an empty dataset is what was asked for.
             if rows.num_rows or (part.directory == VALIDATION.name and not part.splits):
                 continue
             message = too_few(part, rows, params)
-            if part.directory == TRAIN.name or params.validation_fraction is not None or not part.side:
+            was_chosen = params.validation_fraction is not None or not part.side
+            if part.directory == TRAIN.name or (was_chosen and not is_measured):
                 raise StageError(message)
             print(f"warning: {message}; nothing{f' of {part.source}' if part.source else ''} is validated")
         train, validation = (

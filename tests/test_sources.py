@@ -192,6 +192,18 @@ def test_held_out_documents_that_fill_no_row_are_a_warning(capsys: pytest.Captur
     assert "warning: validation has 1" in (out := capsys.readouterr().out) and "lower seq_length" in out
 
 
+def test_a_source_with_too_few_held_out_documents_does_not_stop_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    put({f"web/{number}.txt": f"page {number} " * 9 for number in range(40)} | {"small/1.txt": "one document " * 9})
+    run(["web", "small"], validation_fraction=0.1)
+    sources = PackMetrics.read(METRICS).sources
+    assert sources["validation web"].rows
+    assert sources["validation small"].rows == 0
+    assert "warning: validation of source small has 0 tokens" in (out := capsys.readouterr().out)
+    assert "nothing of small is validated" in out
+    with pytest.raises(StageError, match="validation of source small has 0 tokens"):
+        run(["small"], validation_fraction=0.1)
+
+
 def test_a_fraction_that_is_none_is_refused() -> None:
     for number in (0, 0.6, -1):
         values = {"seq_length": 4, "validation_splits": 1, "validation_fraction": number}
