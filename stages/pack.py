@@ -638,7 +638,8 @@ def too_few(wanted: TokenShard, rows: PackedRows, params: PackParams) -> str:
         reasons = ", ".join(f"{count} ({first.get(reason, reason)})" for reason, count in rows.counts.refused.items())
         return f"{message}conversations were refused, {reasons}: {remedies(rows.counts.refused)}"
     if wanted.directory == TRAIN.name:
-        return message + "lower seq_length, or add raw files"
+        less = f" or validation_fraction (now {wanted.side.fraction:.3g})" if wanted.side else ""
+        return f"{message}lower seq_length{less}, or add raw files"
     if wanted.side:
         return (
             f"{message}lower seq_length, raise validation_fraction (now {wanted.side.fraction:.3g}), or add raw files"

@@ -340,6 +340,7 @@ LONG = [["long enough é"], ["long enough"]]
             "train has 3 tokens, too few for one row of seq_length 4: lower seq_length",
         ),
         ({}, [["long enough"], ["xy"]], {}, r"validation has 3 tokens, .* raise validation_splits \(now 1\)"),
+        ({}, [["only one"], []], {"validation_fraction": 0.5}, r"train has 0 tokens, .* or validation_fraction"),
     ],
 )
 def test_trap_03_26_what_gives_no_rows_for_the_model_is_refused(
