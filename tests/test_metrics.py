@@ -27,7 +27,7 @@ from stages.launching.timers import Timers, memory_gib, reset_peak_memory
 from stages.launching.trackers import Tracker
 from stages.model import meta
 from stages.training.params import TrainParams
-from stages.training.step import StepResult
+from stages.training.step import StepResult, Validation
 from tests.project import REPO
 
 
@@ -182,6 +182,12 @@ def test_a_line_fits_a_terminal_and_has_the_remaining_time(
     ), line
     assert len(line) <= 120
     assert "forward_ms\t" in launch.table.text() and "\t1500.0\t" in launch.table.text()
+
+
+def test_a_source_without_held_out_rows_has_no_loss(params: TrainParams, capsys: pytest.CaptureFixture[str]) -> None:
+    launch = Launch(params, step=0, log_freq=1)
+    launch.logger.log(0, StepResult(loss=None, grad_norm=None), Validation(2.0, {"web": 2.0, "small": None}, 3))
+    assert capsys.readouterr().out.endswith("step 0: validation loss 2.0000 (3 rows)  web 2.0000\n")
 
 
 def test_slow_steps_print_a_line_every_30_s(

@@ -246,6 +246,13 @@ def test_each_loss_is_in_the_table_of_its_rows() -> None:
     assert re.search(r"before training.*8\.5000.*after training.*exported as bfloat16.*2\.7500", subset, re.DOTALL)
 
 
+def test_a_source_may_have_no_held_out_rows() -> None:
+    change(DATA_METRICS["pack"], sources={"train small": {"rows": 10}, "validation small": {"rows": 0}})
+    change(outputs.TRAIN_METRICS, sources={"small": 1.5})
+    change(outputs.EVALUATION, sources={})
+    assert "".join(["small", "10", "1.50", "15", "0", "not known"]) in sections()["Sources"]
+
+
 def test_values_that_are_not_finite_leave_a_picture_of_the_others() -> None:
     rows = history.read(outputs.HISTORY)
     rows[50] |= {"loss": math.nan, "grad_norm": math.inf}

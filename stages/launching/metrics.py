@@ -47,10 +47,10 @@ class MetricsLogger:
         is_last = step == self._run.total_steps
         lr = learning_rate(self._params, self._run.total_steps, step - 1) if step else None  # of the update just done
         if validation and validation.loss is not None:
-            of_sources = [f"  {name} {_nan_if_none(loss):.4f}" for name, loss in validation.of_sources.items()]
+            measured = {name: loss for name, loss in validation.of_sources.items() if loss is not None}
             self.console.line(
                 f"step {step}: validation loss {validation.loss:.4f} ({counted(validation.num_rows, 'row')})"
-                + "".join(of_sources)
+                + "".join(f"  {name} {loss:.4f}" for name, loss in measured.items())
             )
         if step % self._params.history_freq == 0 or (validation and validation.loss is not None) or is_last:
             # Unrounded and without times: a resumed run must give the same file, byte for byte.
