@@ -1,5 +1,6 @@
 """Fixtures that tests of several stages share."""
 
+import gc
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ import pytest
 
 from stages.base import file_lock
 from tests.network import CAN_UNSHARE, IN_A_NAMESPACE
-from tests.project import REPO, SMALL, Project, make_nano, make_pipeline
+from tests.project import REPO, SMALL, Project, make_nano, make_pipeline, read_once
 from tests.ranks import Ranks
 from tests.trainings import Given, result, weights
 
@@ -31,6 +32,16 @@ pytest.register_assert_rewrite("tests.corpus")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection() -> None:
+    gc.disable()  # until all is imported
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: the collector need not look at all of torch again and again."""
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.fixture(autouse=True)
 def _torch_as_it_was() -> Iterator[None]:
     """A test leaves the default dtype of torch as it was: the next one may compare with it.
@@ -44,6 +55,12 @@ def _torch_as_it_was() -> Iterator[None]:
         found = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)
         assert found == torch.float32, f"the default dtype is {found} after this test"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _read_once() -> Iterator[None]:
+    with read_once():
+        yield
 
 
 @pytest.fixture

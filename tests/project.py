@@ -1,5 +1,7 @@
 """Small projects that tests run the real stages in."""
 
+import copy
+import functools
 import importlib
 import io
 import json
@@ -10,15 +12,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import yaml
 
-from stages.base import command
+from stages.base import code, command, params_file
 
 REPO = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -62,6 +65,26 @@ def flip_bit(path: Path, index: int) -> None:
     content = bytearray(path.read_bytes())
     content[index] ^= 1
     path.write_bytes(content)
+
+
+@contextmanager
+def read_once() -> Iterator[None]:
+    """What takes most of the time of a tiny stage: its imports, their packages, and the files of parameters."""
+
+    def once(function: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        of_here = functools.cache(lambda path, *entries: function(*entries))
+
+        def find(*entries: str, project: Path = REPO) -> dict[str, Any]:
+            return of_here((*sys.path,), *entries) if project == REPO else function(*entries, project=project)
+
+        return find
+
+    parse = functools.cache(params_file._parse)
+    with pytest.MonkeyPatch.context() as patch:
+        for function in (code.reached, code.packages):
+            patch.setattr(code, function.__name__, once(function))
+        patch.setattr(params_file, "_parse", lambda text, what: copy.deepcopy(parse(text, what)))
+        yield
 
 
 def run_in_process(name: str, *options: str) -> tuple[int, str, str]:

@@ -5,6 +5,7 @@ A request is a line of JSON on stdin: `directories` of the project, one for each
 is two lines: the ids of their processes, then their exit statuses.
 """
 
+import gc
 import json
 import os
 import pickle
@@ -20,7 +21,7 @@ from typing import Any
 
 from stages.ranks.handoff import DIRECTORY
 from tests import faults
-from tests.project import REPO, Project
+from tests.project import REPO, Project, read_once
 
 
 class Ranks:
@@ -105,21 +106,28 @@ class Ranks:
 
 
 def main() -> None:
+    gc.disable()  # until all is imported, which then stays
     import pandas  # as pyarrow does at its first array
     import transformers.models.llama.modeling_llama
 
     import stages.launching.rank
     from stages.base import code
+    from stages.base.params_file import load_params
     from stages.checkpointing.run import DECIDING, WEIGHTS
+    from stages.training.params import TrainParams
 
     assert pandas and transformers.models.llama.modeling_llama and stages.launching.rank  # before the forks
-    code.digest(*WEIGHTS, within=DECIDING)  # it keeps what it has found of each content of a file
-    for line in sys.stdin:
-        request = json.loads(line)
-        with tempfile.TemporaryDirectory() as directory:
-            pids = [_fork(request, rank, directory) for rank in range(len(request["directories"]))]
-            print(json.dumps(pids), flush=True)
-            print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
+    with read_once():
+        code.digest(*WEIGHTS, within=DECIDING)
+        load_params(TrainParams)
+        gc.freeze()
+        gc.enable()
+        for line in sys.stdin:
+            request = json.loads(line)
+            with tempfile.TemporaryDirectory() as directory:
+                pids = [_fork(request, rank, directory) for rank in range(len(request["directories"]))]
+                print(json.dumps(pids), flush=True)
+                print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
 
 
 def _fork(request: dict[str, Any], rank: int, directory: str) -> int:

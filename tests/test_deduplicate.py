@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.base import code
 from stages.base.dataset import Dataset
 from stages.base.errors import StageError
 from stages.base.params_file import load_params
@@ -129,9 +128,7 @@ def test_what_leaves_is_similar_to_what_stays_and_nothing_similar_is_left(thresh
 )
 def test_of_equal_documents_the_first_stays(splits: list[list[str]]) -> None:
     make_corpus(splits, batch_size=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(code, "digest_with_packages", lambda module: "")  # slower than everything else in this test
-        run("exact")
+    run("exact")
     first: dict[str, Place] = {}
     wanted = {}
     for split, rows in enumerate(splits):

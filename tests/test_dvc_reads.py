@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from dvc.repo import Repo
 
-from stages.base import code
 from tests.project import REPO, Project, run_here
 
 pytestmark = pytest.mark.filterwarnings("ignore:_NoneStep:DeprecationWarning")  # of what DVC uses
@@ -206,7 +205,6 @@ def test_files_that_dvc_checks_out_cannot_change_the_store(organized: Project, m
         printed[stage] = run_here(stage)
 
     monkeypatch.setattr("dvc.stage.run._run", run_stage)  # in place of a shell
-    monkeypatch.setattr(code, "digest_with_packages", lambda module: module)  # of no interest here, and slow
     organized.set(num_splits=4, runtime={"num_workers": 1})
     for number in range(12):
         (organized / f"data/raw/{number}.txt").write_text(f"text {number}")

@@ -810,7 +810,7 @@ def test_trap_13_what_was_read_leaves_the_memory_without_the_collector() -> None
         Path(name).write_bytes(content)
         read(name)  # what is done once, such as imports, does not matter
     gc.collect()
-    gc.freeze()  # the objects of before are not looked at
+    gc.freeze()  # the objects of before are not looked at, here and later
     gc.disable()
     try:
         for name in files:
@@ -820,7 +820,6 @@ def test_trap_13_what_was_read_leaves_the_memory_without_the_collector() -> None
             assert gc.collect() == 0, name
     finally:
         gc.enable()
-        gc.unfreeze()
 
 
 def test_the_end_of_a_file_ends_its_last_line() -> None:
