@@ -230,19 +230,19 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 @pytest.fixture(scope="session")
 def undisturbed(_training: Project, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Given]:
     """A function that gives, for a precision, a project after a run without faults; to be copied."""
-    made: dict[str, Given] = {}
 
     def make(precision: str) -> Given:
-        if precision not in made:
-            project = _training.copy(tmp_path_factory.mktemp("undisturbed") / precision)
+        def train(project: Project) -> None:
+            shutil.copytree(_training.path, project.path, symlinks=True, dirs_exist_ok=True)
             config = project / "models/nano/config.json"
             config.write_text(json.dumps({**project.json("models/nano/config.json"), "attention_dropout": 0.2}))
             project.run_here("download")
             # Without validations in between, the best checkpoint is one of the newest, so their number is known.
             project.set(precision=precision, eval_freq=100, runtime={"async_checkpoint": False, "timeout_minutes": 0.5})
             ranks.run(project)
-            made[precision] = project, result(project)
-        return made[precision]
+
+        project = made_once(tmp_path_factory, f"undisturbed-{precision}", train)
+        return project, result(project)
 
     return make
 

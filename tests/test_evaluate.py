@@ -25,7 +25,7 @@ import transformers
 import yaml
 from transformers import AutoModelForCausalLM, GPT2Config, GraniteConfig, LlamaConfig, Mamba2Config, PreTrainedConfig
 
-from stages import download, evaluate
+from stages import evaluate
 from stages.base import history, outputs, publish
 from stages.base.dataset import Dataset
 from stages.base.errors import StageError
@@ -48,12 +48,12 @@ from stages.export.lineage import InitialModel, Lineage
 from stages.forward import attention_choice
 from stages.forward.loss import LossHead
 from stages.forward.rows import TokenRows
-from stages.model.manifest import MODEL_MANIFEST, ModelManifest
+from stages.model.manifest import MODEL_MANIFEST
 from stages.ranks import asking, handoff, process_group, watchdog
 from stages.ranks.asking import REQUEST
 from stages.ranks.watchdog import Heartbeat
 from stages.work import arrow
-from tests.artifacts import make_lineage, packed_text, write_model, write_pack_metrics
+from tests.artifacts import describe, make_lineage, packed_text, write_model, write_pack_metrics
 from tests.project import REPO, flip_bit, is_alive, run_here, start_stage, wait_for
 from tests.ranks import Ranks
 
@@ -92,12 +92,8 @@ def make_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> 
     write_model(MODEL, config, words=["<unk>", "<b>", "<eos>", *(f"w{number}" for number in range(3, 64))])
     if dtype != torch.float32:
         AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype).save_pretrained(MODEL)
-    describe_model().write()
+    describe(str(MODEL)).write()
     write_lineage()
-
-
-def describe_model() -> ModelManifest:
-    return download.describe(download.DownloadParams(str(MODEL), "main", "auto"))
 
 
 def write_lineage() -> None:
@@ -483,17 +479,17 @@ def export_another_run() -> None:
 
 
 def download_another_model() -> None:
-    replace(describe_model(), model_name="another").write()
+    replace(describe(str(MODEL)), model_name="another").write()
 
 
 def move_initial_model() -> None:
-    replace(describe_model(), model_name="gone").write()
+    replace(describe(str(MODEL)), model_name="gone").write()
     write_lineage()
 
 
 def train_initial_model_further() -> None:
     shutil.copytree(MODEL, "initial")
-    replace(describe_model(), model_name="initial").write()
+    replace(describe(str(MODEL)), model_name="initial").write()
     write_lineage()
     flip_bit(Path("initial/model.safetensors"), -1)
 
@@ -745,9 +741,3 @@ def test_out_of_memory_is_one_clear_error(error: Exception, monkeypatch: pytest.
 
 def test_a_rank_needs_a_launcher() -> None:
     assert run_here("evaluation.rank", status=2) == "error: `python -m stages.evaluate` starts the ranks: run that\n"
-
-
-def test_help_does_not_import_torch_or_matplotlib() -> None:
-    script = "import sys; import stages.evaluate, stages.report; print({'torch', 'matplotlib'} & set(sys.modules))"
-    process = subprocess.run([sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True, check=True)
-    assert process.stdout == "set()\n"

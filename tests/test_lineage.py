@@ -201,7 +201,7 @@ def test_values_are_written_as_in_params_yaml() -> None:
     assert found.detail == "extend_from nothing in lineage.json, null here"
 
 
-def test_rules_are_recorded_as_they_are_written(project: Project) -> None:
+def test_rules_are_recorded_as_they_are_written(here: Project) -> None:
     written = [{"files": "*.jsonl", "prompt": [{"role": "user", "content": "$.q"}], "completion": "$.a"}]
-    project.set(records=written)
+    here.set(records=written)
     assert Origin.of("stages.extract", load_params(ExtractParams)).params["records"] == written

@@ -28,7 +28,7 @@ from stages.model import adapters, headers, meta
 from stages.model.manifest import ModelManifest
 from stages.training.params import TrainParams
 from tests.artifacts import write_model
-from tests.conftest import made_once, make_adapted
+from tests.conftest import make_adapted
 from tests.models import full_value, manifest_of
 from tests.project import Project, flip_bit, save_weights
 from tests.ranks import Ranks
@@ -39,15 +39,13 @@ KILLED = -9
 MODEL, ADAPTER = "outputs/test/model", "outputs/test/adapter"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Project:
     """With six steps; to be copied."""
-
-    def make(project: Project) -> None:
-        make_adapted(project)
-        project.set(max_steps=6)
-
-    return made_once(tmp_path_factory, "adapted", make)
+    project = Project(tmp_path_factory.mktemp("adapted"))
+    make_adapted(project)
+    project.set(max_steps=6)
+    return project
 
 
 @pytest.fixture(scope="module")
@@ -377,10 +375,11 @@ def test_a_name_that_means_other_modules_too_is_written_out() -> None:
 
 
 def test_without_adapters_their_parameters_change_no_run(params: TrainParams) -> None:
-    other = dataclasses.replace(params, lora_alpha=7, lora_dropout=0.5, lora_target_modules=["q_proj"])
+    other = changed(params, lora_alpha=7, lora_dropout=0.5, lora_target_modules=["q_proj"], lora_base="nf4")
     assert other.identity() == params.identity() and "lora_r" not in params.identity()
     adapted = dataclasses.replace(params, lora_r=8)
     assert dataclasses.replace(adapted, lora_alpha=7).identity() != adapted.identity()
+    assert changed(adapted, lora_base="nf4").identity() == {**adapted.identity(), "lora_base": "nf4"}
     one, two = (dataclasses.replace(adapted, lora_target_modules=names) for names in (["b", "a", "b"], ["a", "b"]))
     assert one.identity() == two.identity()
 
@@ -392,6 +391,8 @@ def test_what_cannot_be_together_is_refused(params: TrainParams, tmp_path: Path)
         adapted.check_lora(manifest)
     with pytest.raises(StageError, match="use precision bf16"):
         changed(adapted, precision="fp8").check_lora(with_weights)
+    with pytest.raises(StageError, match="lora_base nf4 is for weights beside adapters: set lora_r"):
+        changed(params, lora_base="nf4").check_lora(with_weights)
     params.check_lora(manifest)
 
 

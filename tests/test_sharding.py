@@ -88,8 +88,13 @@ TRAINED: dict[str, dict[str, dict[str, Any]]] = {
         "full": {**ADAPTED, "activation_checkpointing": "full"},
         "selective_op": {**ADAPTED, "activation_checkpointing": "selective_op"},
     },
+    "nf4": {
+        "FULL_SHARD": {**ADAPTED, "lora_base": "nf4"},
+        "ddp": {**ADAPTED, "lora_base": "nf4", "fsdp": {"strategy": "ddp"}},
+    },
 }  # fmt: skip
 """By group; all trainings of a group are to be alike."""
+MODEL_OF = {"tied": "llama", "untied": UNTIED, "adapted": UNTIED, "nf4": "wide"}
 
 RELOADED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("FULL_SHARD", "NO_SHARD", {}), ("HYBRID_SHARD", "FULL_SHARD", {}),
@@ -120,7 +125,7 @@ def trained(directory: Path, params: TrainParams) -> dict[str, Any]:
 
     for group, trainings in TRAINED.items():
         for name, changes in trainings.items():
-            training = Training(directory / ("llama" if group == "tied" else UNTIED), changed(params, **changes))
+            training = Training(directory / MODEL_OF[group], changed(params, **changes))
             steps = training.train(1)
             gathered.clear()
             with mock.patch.object(_fsdp_param_group, "foreach_all_gather", gather):
@@ -277,10 +282,10 @@ def test_every_strategy_gives_the_same_weights(results: list[dict[str, Any]], gr
         if name in ("full", "selective_op"):
             tolerance = {"rtol": 0.0, "atol": 0.0}
         else:
-            tolerance = {"rtol": 1e-4, "atol": 1e-4} if group == "adapted" else {}
+            tolerance = {"rtol": 1e-4, "atol": 1e-4} if group in ("adapted", "nf4") else {}
         for key in ("steps", "trained"):
             torch.testing.assert_close(found[key], expected[key], **tolerance)
-        if name == "ddp" and group == "adapted":  # what is not trained is held whole, once
+        if name == "ddp" and group in ("adapted", "nf4"):  # what is not trained is held whole, once
             assert found["managed"] and all(map(adapters.is_adapter, found["managed"]))
         elif name.endswith(("NO_SHARD", "ddp", "HYBRID_SHARD")):
             assert found["share"] == 1

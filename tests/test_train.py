@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
-from stages import download
 from stages.base import history
 from stages.base.errors import StageError
 from stages.base.packed import TRAIN, VALIDATION, PackedTokens
@@ -39,6 +38,7 @@ from stages.training.loader import BatchLoader
 from stages.training.order import permute, shuffled
 from stages.training.params import TrainParams
 from stages.training.schedule import learning_rate
+from tests.artifacts import describe
 from tests.project import Project, flip_bit, wait_for
 from tests.ranks import Ranks
 from tests.trainings import each_rank, newest_checkpoint
@@ -289,7 +289,7 @@ def test_a_training_starts_with_a_test_of_its_attention_and_of_its_loss(
         (GRANITE, {"loss": "auto"}, None),
     ):  # fmt: skip
         (here / "models/nano/config.json").write_text(json.dumps({**nano, **config}))
-        download.describe(load_params(download.DownloadParams)).write()
+        describe("models/nano").write()
         here.set(**values)
         with pytest.raises(StageError, match=message) if message else nullcontext():
             make_rank()
@@ -310,9 +310,9 @@ def test_a_loss_that_is_not_finite_names_no_checkpoint_where_there_is_none(
 
 def test_more_epochs_continue_to_the_weights_of_a_run_from_scratch(training: Project, ranks: Ranks) -> None:
     training.set(lr_schedule="constant", batch_size=8, total_batch_size=32, eval_freq=3)  # an epoch is of three steps
-    ranks.run(training)
+    ranks.run(training, world_size=1)
     training.set(num_epochs=2)
-    output = ranks.run(training)
+    output = ranks.run(training, world_size=1)
     assert "was identical until there" in output and "resuming from step 3 of 6" in output
     adopted = CheckpointManifest.read(newest_checkpoint(training, 6)).adopted
     assert adopted and adopted.step == 3
@@ -320,7 +320,7 @@ def test_more_epochs_continue_to_the_weights_of_a_run_from_scratch(training: Pro
     continued = content(newest_checkpoint(training, 6))
 
     shutil.rmtree(training / "outputs")
-    ranks.run(training)
+    ranks.run(training, world_size=1)
     assert CheckpointManifest.read(newest_checkpoint(training, 6)).adopted is None
     assert continued == content(newest_checkpoint(training, 6))
 
@@ -404,9 +404,9 @@ def test_ranks_start_however_many_checkpoints_are_kept(monkeypatch: pytest.Monke
 
 def test_a_changed_batch_size_adopts_an_unfinished_run(training: Project, ranks: Ranks) -> None:
     training.set(max_steps=8)
-    ranks.run(training, "kill rank 0 at step 5", -9)
+    ranks.run(training, "kill rank 0 at step 5", -9, world_size=1)
     training.set(batch_size=4, eval_batch_size=3, eval_rows=5)
-    output = ranks.run(training)
+    output = ranks.run(training, world_size=1)
     assert "was identical until there" in output
     last = newest_checkpoint(training, 8)
     adopted = CheckpointManifest.read(last).adopted
@@ -502,7 +502,7 @@ def test_the_table_of_positions_is_that_of_seq_length(here: Project, make_rank: 
         rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [short] * 4, "long_factor": [4.0] * 4,
                 "factor": 4.0, "original_max_position_embeddings": 24}  # fmt: skip
         (here / "models/nano/config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
-        download.describe(load_params(download.DownloadParams)).write()
+        describe("models/nano").write()
         one = make_rank()
         one.trainer.validate(one)
         losses.append(one.trainer.validation.loss)
