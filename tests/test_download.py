@@ -284,6 +284,9 @@ def test_a_model_that_is_not_cached_is_one_clear_error_offline(home: Path, monke
         describe(HUB_ID)
     for part in (HUB_ID, "'main'", str(home), "config.json", "HF_HUB_OFFLINE", f"hf download {HUB_ID}"):
         assert part in str(error.value)
+    write_config("models/nano")
+    with pytest.raises(StageError, match=r"lacks .*, and models/nano is a directory: write that if you mean it"):
+        describe("nano")
 
 
 def test_weights_that_the_owner_alone_may_read_are_named_so() -> None:

@@ -167,6 +167,8 @@ def _snapshot(repo: str, revision: str, patterns: tuple[str, ...], required: tup
     )
     if others:  # of a cache that was copied without refs/
         problem += f", but has commit {' and '.join(others[:5])}: set model_revision to it"
+    if (local := Path("models", repo)).is_dir():
+        problem += f", and {local} is a directory: write that if you mean it"
     remedy = f"run `hf download {repo} --revision {revision}` on a machine with internet and bring its HF_HOME here"
     if variable := hub_cache.offline_variable():
         raise Lacking(f"{problem}; {variable} forbids fetching it: {remedy}")
