@@ -243,12 +243,14 @@ def test_all_of_the_gpu_benchmark_runs_and_continues(tmp_path: Path) -> None:
     run("--only", "smoke", "tests", "steps", "--first", "2", status=0)
     before = stored()
     assert len(before["smoke"]) == len(before["tests"]) == 2 <= len(before["steps"])  # half a minute may do for more
-    # A child in this process group, ranks in groups of their own, and pytest.
-    for part, number in (("resume", signal.SIGKILL), ("steps", signal.SIGTERM), ("tests", signal.SIGKILL)):
+    # A child in this process group, ranks in groups of their own, and pytest, which ends soon where no test has a GPU.
+    for part, number, seconds in (
+        ("resume", signal.SIGKILL, 4), ("steps", signal.SIGTERM, 4), ("tests", signal.SIGKILL, 1),
+    ):  # fmt: skip
         log = (results / "log.txt").read_text()
         process = subprocess.Popen([*command, "--only", part], cwd=REPO, stdout=subprocess.DEVNULL)
         wait_for(lambda log=log, part=part: f"== {part}" in (results / "log.txt").read_text()[len(log) :])
-        time.sleep(4)  # something of it runs
+        time.sleep(seconds)  # something of it runs
         process.send_signal(number)
         assert process.wait(60) == (130 if number == signal.SIGTERM else -signal.SIGKILL), part
         # torchrun starts ranks in process groups of their own, which no signal to its own group reaches.
