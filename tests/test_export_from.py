@@ -33,7 +33,7 @@ BEST = 6
 @pytest.fixture(scope="module")
 def _risen(_training: Project, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Project:
     project = _training.copy(tmp_path_factory.mktemp("risen") / "project")
-    project.set(export_from="best", lr=0.02, eval_freq=2)
+    project.set(export_from="best", seed=2, lr=0.02, eval_freq=2)
     project.set(runtime={"ckpt_freq": None, "ckpt_minutes": None, "async_checkpoint": False})
     ranks.run(project)
     return project

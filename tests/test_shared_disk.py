@@ -117,7 +117,7 @@ def test_a_rename_whose_answer_was_lost_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_directory: bool
 ) -> None:
     """NFS sends it again, and the server does not find what it has just renamed."""
-    rename = os.rename
+    rename = Path.rename
 
     def rename_twice(source: Path, target: Path) -> None:
         rename(source, target)
@@ -129,11 +129,11 @@ def test_a_rename_whose_answer_was_lost_is_done(
     else:
         source.write_text("new")
         target.write_text("old")
-    monkeypatch.setattr(os, "rename", rename_twice)
+    monkeypatch.setattr(Path, "rename", rename_twice)
     publish.rename(source, target)
     assert target.is_dir() if is_directory else target.read_text() == "new"
     source.touch()
-    monkeypatch.setattr(os, "rename", fail(errno.ENOENT))
+    monkeypatch.setattr(Path, "rename", fail(errno.ENOENT))
     with pytest.raises(FileNotFoundError):
         publish.rename(source, target)
 

@@ -196,7 +196,7 @@ def rename(source: Path, target: Path) -> None:
     """
     inode = source.stat().st_ino
     try:
-        os.rename(source, target)
+        source.rename(target)
     except FileNotFoundError:
         # NFS repeats a request whose answer was lost, and the second one finds that the first one has renamed it.
         if not target.exists() or target.stat().st_ino != inode:

@@ -55,12 +55,13 @@ def connect(function: Callable[[Any], Any], scheduler: str) -> Iterator[workers.
         stack.enter_context(importlib.import_module("distributed.utils").silence_logging_cmgr(logging.CRITICAL))
         address = _address(scheduler)
         try:
-            client = stack.enter_context(distributed.Client(address, timeout=workers.PATIENCE, set_as_default=False))
+            client = distributed.Client(address, timeout=workers.PATIENCE, set_as_default=False)
         except OSError:
             raise StageError(
                 f"no Dask scheduler answered at {address} within {workers.PATIENCE:g} seconds: start one with `dask "
                 f"scheduler`, correct runtime.dask_scheduler, now {scheduler}, or set it to null"
             ) from None
+        stack.callback(_close, client)
         lost = StageError("the Dask scheduler was lost; nothing was published: start it and run again")
         executor = client.get_executor(pure=False)  # pure: a task that is equal to an earlier one would not run
 
@@ -95,6 +96,11 @@ def connect(function: Callable[[Any], Any], scheduler: str) -> Iterator[workers.
                     "was published: start fewer workers per machine and run again"
                 ) from None
             raise
+
+
+def _close(client: Any) -> None:
+    with suppress(RuntimeError):  # of asyncio, where the client is reconnecting to a scheduler that is lost
+        client.close()
 
 
 def _computing(root: str, directory: str, module: str, digest: str) -> Callable[[bytes], Any]:
