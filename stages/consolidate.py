@@ -14,15 +14,15 @@ import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import ByteSize, Field, PositiveInt
+from pydantic import PositiveInt
 
 from stages.base import command, history, outputs, publish
 from stages.base.errors import StageError
 from stages.base.files import check_files
 from stages.base.origin import DATA_METRICS, DataMetrics, find_data_metrics
-from stages.base.outputs import ExperimentName
+from stages.base.outputs import ExperimentName, ShardSize
 from stages.base.packed import METRICS, PackMetrics, fingerprint
 from stages.base.params_file import load_params
 from stages.base.summary import Row, counted, table
@@ -71,7 +71,7 @@ class ConsolidateParams:
     """Name of the directory under outputs/."""
     export_dtype: Literal["bf16", "fp16", "fp32"] | None
     """Number format of the stored weights. null: that of the initial model."""
-    max_shard_size: Annotated[ByteSize, Field(gt=0)]
+    max_shard_size: ShardSize
     """Size of a file of weights at most, in bytes. A larger tensor, or the experts of a layer, have their own."""
 
 

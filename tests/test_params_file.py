@@ -29,7 +29,8 @@ GOOD = "share: 1\nsection: {part: 2}\n"
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    (tmp_path / "dvc.yaml").write_text("stages: {a: {cmd: a, params: [experiment_name, section.part, share, shares]}}")
+    params = "[experiment_name, max_shard_size, section.part, share, shares]"
+    (tmp_path / "dvc.yaml").write_text(f"stages: {{a: {{cmd: a, params: {params}}}}}")
     return tmp_path / "params.yaml"
 
 
@@ -49,6 +50,7 @@ def path(tmp_path: Path) -> Path:
         (GOOD + "experiment_name: report\n", "experiment_name is 'report': outputs/report is an output of every"),
         (GOOD + "experiment_name: 2024\n", " is 2024: .* string; put text that looks like a number in quotes"),
         (GOOD + "experiment_name: 2024-01-31\n", " is 2024-01-31: .* string; put text .* in quotes, and dates"),
+        (GOOD + "max_shard_size: potatoes\n", "max_shard_size is 'potatoes': could not parse value"),
         ("share: 1\nsection: 2\n", "unknown parameter 'section'; it is a section: write `name: value` pairs below it$"),
         ("share: 1\nsection:\n", "section is null: input should be a dictionary"),
         (GOOD + "shares: {a: 1, b: .nan}\n", "shares.b is nan: it must be a finite number"),
@@ -58,7 +60,7 @@ def path(tmp_path: Path) -> Path:
         (GOOD + '"more\\e[2J\\nerror: a": 1\n', r"unknown parameter 'more\\x1b\[2J\\nerror: a'; no stage reads it$"),
     ],
     ids=["latin-1", "levels", "digits", "twice", "star", "twice in a section", "infinite", "infinite text", "null",
-         "directories", "a name in use", "a number", "a date", "no section", "empty section",
+         "directories", "a name in use", "a number", "a date", "of a later stage", "no section", "empty section",
          "not finite in a mapping", "boolean in a mapping", "boolean", "circle", "control characters"],
 )  # fmt: skip
 def test_what_is_wrong_is_said(path: Path, content: str | bytes, message: str) -> None:

@@ -7,7 +7,7 @@ what is large, or the start of another training, is in a directory of the experi
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, ByteSize, Field
 
 OUTPUTS = Path("outputs")
 
@@ -39,6 +39,8 @@ def _is_free(experiment_name: str) -> str:
 
 ExperimentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"), AfterValidator(_is_free)]
 """`experiment_name`: the name of a directory under outputs/."""
+ShardSize = Annotated[ByteSize, Field(gt=0)]
+"""`max_shard_size`: bytes of a file of weights."""
 
 
 def directory(experiment_name: str) -> Path:

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ByteSize, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from stages.base.errors import StageError, explained
-from stages.base.outputs import ExperimentName
+from stages.base.outputs import ExperimentName, ShardSize
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -35,10 +35,14 @@ RUNTIME = "PIPELINE_RUNTIME"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Experiment:
-    """What all stages check, so that the first one refuses it, although only the last ones read it."""
+class _AfterTraining:
+    """What all stages check, although only the last ones read it: a mistake is refused before the training."""
 
     experiment_name: ExperimentName = "default"
+    max_shard_size: ShardSize = dataclasses.field(default=ByteSize(1))
+    eval_samples: NonNegativeInt = 0
+    task_limit: PositiveInt | None = None
+    task_chat: bool = False
 
 
 def load_params(cls: type[T], section: str | None = None, path: Path = PARAMS_FILE) -> T:
@@ -60,7 +64,8 @@ def load_params(cls: type[T], section: str | None = None, path: Path = PARAMS_FI
     prefix = (section,) if section else ()
     try:
         if section is None:
-            TypeAdapter(_Experiment).validate_python({key: values[key] for key in values.keys() & {"experiment_name"}})
+            late = {field.name for field in dataclasses.fields(_AfterTraining)}
+            TypeAdapter(_AfterTraining).validate_python({name: values[name] for name in values.keys() & late})
         # Not strict: the string "2e-05" becomes a float. Names of other stages are left out here, not refused.
         result = adapter.validate_python({name: value for name, value in values.items() if name in names})
     except ValidationError as error:
