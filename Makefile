@@ -24,7 +24,7 @@ endif
 # `evals` are files. It sorts by no column that is not there yet.
 KEEP ?= validation_loss|steps|tokens|memory
 SORT = $(shell grep -qs '"validation_loss": [0-9]' outputs/metrics.json && echo --sort-by validation_loss)
-show: ## Show the experiments in a table; KEEP='tokens|memory': other metrics; ARGS='--num 5': those of older commits too
+show: setup ## Show the experiments in a table; KEEP='tokens|memory': other metrics; ARGS='--num 5': those of older commits too
 	@.venv/bin/dvc exp show --only-changed --keep '$(KEEP)' $(SORT) \
 		--drop '.*/|.*\.lock|models$$|evals$$|Created|Executor|.*loss|steps|tokens|memory|perplexity|bits' $(ARGS)
 
