@@ -481,8 +481,7 @@ def read_files(files: Iterable[splits.RawFile], path: Path, params: ExtractParam
             if records:
                 records.begin(name)
             try:
-                with readers.open_content(params.raw_dir, file, encoding, limits) as content:
-                    readers.read(file.path, content, writer, records)
+                readers.read(params.raw_dir, file, encoding, limits, writer, records)
             except Rejected as reason:
                 writer.reject(reason)
             except Changed:  # continue: one run finds all files that changed

@@ -60,8 +60,7 @@ def extract(name: str) -> Check:
             records = Records(rule, sink, 1, limits) if rule and find([rule], name) else None
             file, encoding = RawFile(name, *tree.measure(directory / name)), "cp1252" if data[:1] > b"\x7f" else "utf-8"
             try:
-                with readers.open_content(str(directory), file, encoding, limits) as content:
-                    readers.read(name, content, sink, records)
+                readers.read(str(directory), file, encoding, limits, sink, records)
             except Rejected as rejected:
                 sink.reject(rejected)
             except Unreadable:

@@ -36,41 +36,32 @@ from stages.splits import suffixes
 from stages.splits.manifests import RawFile
 
 
-def open_content(raw_dir: str, file: RawFile, encoding: str, limits: Limits) -> RawContent | tables.Table:
-    """What `read` reads of a file, or a part of one, to be used with `with`. Tables have no encoding.
+def read(raw_dir: str, file: RawFile, encoding: str, limits: Limits, sink: TextWriter, records: Records | None) -> None:
+    """Put the strings of a file, or of a part of one, into a sink; or under a rule its records into `records`.
 
     Raises:
         Changed: it has another digest, or is gone.
         Unreadable: it is damaged, or looks like another encoding.
-    """
-    format, compression = _find(file.path)
-    raw = os.path.join(raw_dir, file.path)
-    if format in ("parquet", "arrow"):
-        return tables.Table(raw, file.digest, limits, file.part)
-    return RawContent(raw, compression, file.digest, encoding, limits, file.part)
-
-
-def read(path: str, content: RawContent | tables.Table, sink: TextWriter, records: Records | None) -> None:
-    """Put the strings of a file into a sink; or under a rule its records into `records`.
-
-    Raises:
         Rejected: nothing more can be read.
     """
-    format, _ = _find(path)
-    if records is None:
-        sink.use(TEXT)
-        READERS[format](content, sink)
-        return
-    try:
-        RECORD_READERS[format](content, records)
-    finally:
-        records.flush()
-
-
-def _find(path: str) -> tuple[str, str]:
-    found = suffixes.find(path)
+    found = suffixes.find(file.path)
     assert found, "organize lists no other files"
-    return found
+    format, compression = found
+    raw = os.path.join(raw_dir, file.path)
+    content = (
+        tables.Table(raw, file.digest, limits, file.part)  # which has no encoding
+        if format in ("parquet", "arrow")
+        else RawContent(raw, compression, file.digest, encoding, limits, file.part)
+    )
+    with content:
+        if records is None:
+            sink.use(TEXT)
+            READERS[format](content, sink)
+            return
+        try:
+            RECORD_READERS[format](content, records)
+        finally:
+            records.flush()
 
 
 def _read_text(content: RawContent, sink: TextWriter) -> None:
@@ -79,7 +70,7 @@ def _read_text(content: RawContent, sink: TextWriter) -> None:
     sink.end()
 
 
-# Any: what `open_content` gives for the format.
+# Any: what `read` opens for the format.
 READERS: dict[str, Callable[[Any, TextWriter], None]] = {
     "text": _read_text,
     "csv": _read_text,
