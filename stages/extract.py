@@ -256,7 +256,7 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
             )
             for index, split in enumerate(summary.splits)
         ]
-        results = extract_splits(tasks, runtime)
+        results = workers.tracked_map(extract_split, tasks, [task.split.bytes for task in tasks], runtime, "extract")
         # The manifest has other digests than the files now: this text would mix two states of raw_dir.
         if changed := [*{path: None for result in results for path in result.changed}]:  # parts: each file once
             raise StageError(
@@ -408,29 +408,15 @@ def key(manifest_digest: str, params: ExtractParams, limits: Limits, code_digest
     return publish.sha256_json(["extract", manifest_digest, decisive, dataclasses.asdict(limits), code_digest])
 
 
-def extract_splits(tasks: Sequence[SplitTask], runtime: workers.Runtime) -> list[SplitResult]:
-    """Extract all splits; return the results in their order. The largest begins first, so that none ends late."""
-    order = sorted(range(len(tasks)), key=lambda index: -tasks[index].split.bytes)
-    ordered = [tasks[index] for index in order]
-    extracted = workers.tracked_map(extract_split, ordered, [task.split.bytes for task in ordered], runtime, "extract")
-    results = dict(zip(order, extracted, strict=True))
-    return [results[index] for index in range(len(tasks))]
-
-
 def extract_split(task: SplitTask) -> SplitResult:
     """Write the shard of one split, or fetch it from the store."""
     if found := task.store.fetch(task.key, task.shard):
         shard = found.shard._replace(filename=task.shard.name)
         return dataclasses.replace(found, shard=shard, is_reused=True)
-    result = read_split(task)
+    result = read_files(read_manifest(task.split), task.shard, task.params, task.limits)
     if not result.changed:  # the key has the digests of the files as organized, and these are others
         task.store.put(task.key, task.shard, result.shard.sha256, result)
     return result
-
-
-def read_split(task: SplitTask) -> SplitResult:
-    """Write the shard of one split from its raw files."""
-    return read_files(read_manifest(task.split), task.shard, task.params, task.limits)
 
 
 class _Rejections:

@@ -291,18 +291,18 @@ def test_after_an_error_only_unfinished_splits_are_read(monkeypatch: pytest.Monk
     run(12)
     clean = result()
     shutil.rmtree(STORE)
-    read_split, finished = stages.extract.read_split, []
+    read_files, finished = stages.extract.read_files, []
 
-    def failing(task: stages.extract.SplitTask) -> stages.extract.SplitResult:
+    def failing(*arguments: Any) -> stages.extract.SplitResult:
         if len(finished) == 5:
             raise RuntimeError
-        finished.append(read_split(task))
+        finished.append(read_files(*arguments))
         return finished[-1]
 
-    monkeypatch.setattr(stages.extract, "read_split", failing)
+    monkeypatch.setattr(stages.extract, "read_files", failing)
     with pytest.raises(RuntimeError):
         run(12)
-    monkeypatch.setattr(stages.extract, "read_split", read_split)
+    monkeypatch.setattr(stages.extract, "read_files", read_files)
     assert result() == clean, "the earlier corpus is in its place"
     assert run(12) == 12 - 5
     assert result() == clean

@@ -111,16 +111,20 @@ def ordered_map(
 def tracked_map(
     function: Callable[[Task], Result], tasks: Sequence[Task], sizes: Sequence[int], runtime: Runtime, name: str
 ) -> list[Result]:
-    """All results of `ordered_map`, with a progress bar of the bytes that the tasks read, of `sizes` each."""
-    results = []
+    """The results in the order of the tasks, with a progress bar of the bytes that these read, of `sizes` each.
+
+    The largest begins first, so that none ends late.
+    """
+    order = sorted(range(len(tasks)), key=lambda index: -sizes[index])
+    results: dict[int, Result] = {}
     with (
         tqdm(total=sum(sizes), desc=name, unit="B", unit_scale=True, disable=None) as bar,
-        closing(ordered_map(function, tasks, runtime, num_bytes=sum(sizes))) as found,
+        closing(ordered_map(function, [tasks[index] for index in order], runtime, num_bytes=sum(sizes))) as found,
     ):
-        for size, result in zip(sizes, found, strict=True):
-            results.append(result)
-            bar.update(size)
-    return results
+        for index, result in zip(order, found, strict=True):
+            results[index] = result
+            bar.update(sizes[index])
+    return [results[index] for index in range(len(tasks))]
 
 
 def threaded_map(function: Callable[[Task], Result], tasks: Sequence[Task]) -> Generator[Result, None, None]:
