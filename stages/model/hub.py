@@ -41,10 +41,6 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _OTHER_WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack")
 
 
-class Lacking(StageError):
-    """The cache lacks files of a model, and they were not fetched: it is forbidden, or the Hub does not give them."""
-
-
 @dataclass(frozen=True)
 class ResolvedModel:
     """Where a model was found."""
@@ -65,9 +61,8 @@ def resolve(model_name: str, model_revision: str, want_weights: bool) -> Resolve
         want_weights: Whether the weights are needed too, if the model has any.
 
     Raises:
-        Lacking: the cache lacks files, and they could not be fetched.
-        StageError: there is no such directory, its weights are in a form that is not read, or loading it would run code
-            of its authors: pickles, `auto_map`.
+        StageError: there is no such directory, the cache lacks files that could not be fetched, the weights are in a
+            form that is not read, or loading the model would run code of its authors: pickles, `auto_map`.
     """
     if Path(model_name).is_dir():
         directory, commit = Path(model_name), None
@@ -171,14 +166,14 @@ def _snapshot(repo: str, revision: str, patterns: tuple[str, ...], required: tup
         problem += f", and {local} is a directory: write that if you mean it"
     remedy = f"run `hf download {repo} --revision {revision}` on a machine with internet and bring its HF_HOME here"
     if variable := hub_cache.offline_variable():
-        raise Lacking(f"{problem}; {variable} forbids fetching it: {remedy}")
+        raise StageError(f"{problem}; {variable} forbids fetching it: {remedy}")
     try:
         with naming(hub_cache.repository(repo)):
             return _fetch(repo, revision, patterns)
     except (HTTPError, OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # of the disk
             raise
-        raise Lacking(f"{problem}; {_explained(error, repo, remedy)}") from None
+        raise StageError(f"{problem}; {_explained(error, repo, remedy)}") from None
 
 
 def _fetch(repo: str, revision: str, patterns: tuple[str, ...]) -> Path:
