@@ -515,7 +515,9 @@ def encode_splits(
         for wanted in token_shards
         for split in wanted.splits
     ]  # fmt: skip
-    reused = fetch_splits(tasks, store)  # all of them first: workers then start only if something is missing
+    # All of them first: workers then start only if something is missing.
+    with closing(workers.threaded_map(lambda task: store.fetch(task.key, task.tokens), tasks)) as found:
+        reused = {task: counts for task, counts in zip(tasks, found, strict=True) if counts is not None}
     missing = [task for task in tasks if task not in reused]
     with closing(encode_missing(missing, spec, store, runtime)) as encoded:
         for task in tasks:
@@ -538,12 +540,6 @@ def key(split: Split, side: packing.Side | None, spec: encoding.TokenizerSpec, c
     decisive = {name: value for name, value in spec._asdict().items() if name != "path"}
     skipped_rows = hashlib.sha256(split.skipped).hexdigest()
     return publish.sha256_json(["pack", split.shard.sha256, side, skipped_rows, decisive, code_digest])
-
-
-def fetch_splits(tasks: Sequence[SplitTask], store: reuse.Store[packing.Counts]) -> dict[SplitTask, packing.Counts]:
-    """Put the tokens of those splits that the store has in their places."""
-    with closing(workers.threaded_map(lambda task: store.fetch(task.key, task.tokens), tasks)) as found:
-        return {task: counts for task, counts in zip(tasks, found, strict=True) if counts is not None}
 
 
 def encode_missing(
