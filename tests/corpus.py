@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -87,19 +88,17 @@ def extract_raw(num_splits: int = 1, num_workers: int = 1, limits: Limits = LIMI
 
 
 def make_corpus(splits: Sequence[Sequence[Any]], sources: Sequence[str | None] = (), batch_size: int = 7) -> None:
-    """Write a corpus: documents are strings, conversations lists of messages."""
+    """Write a corpus of documents and, as dictionaries, conversations, with so many of them in a record batch."""
     shutil.rmtree(CORPUS, ignore_errors=True)
     CORPUS.mkdir(parents=True)
-    features = arrow.WITH_CONVERSATIONS
-    if all(isinstance(row, str) for split in splits for row in split):
-        features = arrow.TEXT
-    shards = []
+    is_chat = any(isinstance(row, dict) for rows in splits for row in rows)
+    features, shards = arrow.WITH_CONVERSATIONS if is_chat else arrow.TEXT, []
     for index, rows in enumerate(splits):
         with arrow.StreamWriter(CORPUS / arrow.shard_name(index, len(splits)), features) as stream:
-            for first in range(0, len(rows), batch_size):
-                for row in rows[first : first + batch_size]:
-                    is_text = isinstance(row, str)
-                    stream.write_column(pa.array([row if is_text else json.dumps({"messages": row})]), not is_text)
+            for start in range(0, len(rows), batch_size):
+                batch = rows[start : start + batch_size]
+                for column, group in groupby(batch, key=lambda row: int(isinstance(row, dict))):
+                    stream.write_column(pa.array([json.dumps(row) if column else row for row in group]), column)
             shards.append(stream.close()._replace(source=sources[index] if sources else None))
     Dataset(features, shards).write(CORPUS)
 

@@ -52,8 +52,8 @@ def around(item: str) -> str:
     return f"{FILLER[0]} {item} {FILLER[1]}"
 
 
-def conversation(**messages: str) -> list[dict[str, str]]:
-    return [{"role": role, "content": content} for role, content in messages.items()]
+def conversation(**messages: str) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content} for role, content in messages.items()]}
 
 
 LONG = " ".join(FILLER[:12])

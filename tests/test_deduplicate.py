@@ -174,10 +174,11 @@ def test_a_copy_of_what_leaves_names_what_stays() -> None:
 def test_conversations_are_compared_without_their_system_message() -> None:
     system = {"role": "system", "content": " ".join(words(900, 1))}
 
-    def conversation(seed: int, changed: int = 0) -> list[dict[str, str]]:
+    def conversation(seed: int, changed: int = 0) -> dict[str, Any]:
         answer = words(60, seed)
         answer[:changed] = words(changed, seed + 1)
-        return [system, {"role": "user", "content": "Why?"}, {"role": "assistant", "content": " ".join(answer)}]
+        turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": " ".join(answer)}]
+        return {"messages": [system, *turns]}
 
     text = " ".join(words(60, 2))
     make_corpus([[conversation(2), conversation(3), text], [conversation(2, changed=3), conversation(3), text]])

@@ -10,7 +10,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import chain, groupby
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ from stages.tokenizing.conversations import START, WHOLE
 from stages.tokenizing.encoding import DEFAULT_LIMITS, NAME, Encoder, EncoderLimits, TokenizerSpec
 from stages.tokenizing.fast_tokenizer import FastTokenizer
 from stages.work import arrow, reuse, skipped
+from tests import corpus
 from tests.byte_model import BOS, BOS_SPELLING, EOS, SPELLING, byte_tokenizer, make_model
 from tests.chat_templates import CHATML
 from tests.corpus import (
@@ -67,19 +68,8 @@ def spec_of_model(fast_encoder: bool = True) -> TokenizerSpec:
 
 
 def make_corpus(splits: Sequence[Sequence[str | dict[str, Any]]], batch_size: int = 1000) -> None:
-    """Write a corpus of documents and, as dictionaries, conversations, with so many of them in a record batch."""
-    CORPUS.mkdir(parents=True, exist_ok=True)
-    features, shards = arrow.TEXT, []
-    if any(isinstance(row, dict) for row in chain(*splits)):
-        features = dict.fromkeys(("text", "messages"), arrow.TEXT["text"])
-    for index, rows in enumerate(splits):
-        stream = arrow.StreamWriter(CORPUS / arrow.shard_name(index, len(splits)), features)
-        for start in range(0, len(rows), batch_size):
-            for is_chat, group in groupby(rows[start : start + batch_size], key=lambda row: isinstance(row, dict)):
-                texts = [json.dumps(row) if is_chat else row for row in group]
-                stream.write_column(pa.array(texts), int(is_chat))
-        shards.append(stream.close())
-    Dataset(features, shards).write(CORPUS)
+    """Write a corpus of which no row is skipped."""
+    corpus.make_corpus(splits, batch_size=batch_size)
     keep_all()
 
 
