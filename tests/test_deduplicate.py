@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from stages.base.dataset import Dataset
 from stages.base.errors import StageError
-from stages.base.params_file import load_params
 from stages.deduplicate import DeduplicateParams, DeduplicateRuntime, choose_examples, deduplicate
 from stages.duplicates import finding, shingles, signatures
 from stages.duplicates.shingles import shingles_of
@@ -407,13 +406,6 @@ def test_a_missing_or_damaged_record_names_the_stage(content: str | None) -> Non
         Path("data/deduplicate.json").write_text(content)
     with pytest.raises(StageError, match=r"data/deduplicate\.json .*dvc repro .*deduplicate"):
         encode()
-
-
-def test_an_old_parameter_names_the_new_one() -> None:
-    shutil.copy(REPO / "dvc.yaml", ".")
-    Path("params.yaml").write_text("deduplicate_strings: true\ndeduplicate: null\ndedup_threshold: 0.8\n")
-    with pytest.raises(StageError, match="unknown parameter 'deduplicate_strings'; did you mean 'deduplicate'"):
-        load_params(DeduplicateParams)
 
 
 def test_a_corpus_that_was_changed_is_refused() -> None:

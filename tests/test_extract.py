@@ -1036,25 +1036,6 @@ def test_trap_21_a_killed_stage_or_worker_leaves_nothing() -> None:
     assert not list(CORPUS.parent.glob("corpus.*"))
 
 
-def test_trap_28_two_runs_at_once_give_the_corpus_of_one() -> None:
-    put_slow_files(8, 200)
-    extract_raw(num_splits=8)
-    clean = content_of(CORPUS)
-    shutil.rmtree("data/.reuse")
-    shutil.rmtree(CORPUS)
-    write_params_of_extract(num_workers=2)
-    with publish.lock(CORPUS):  # both wait, and then compete
-        stages = [start_stage("extract") for _ in range(2)]
-        for stage in stages:
-            assert "waiting for another run that writes data/corpus" in stage.stdout.readline()
-    for stage in stages:
-        stage.communicate()
-    assert [stage.returncode for stage in stages] == [0, 0]
-    assert content_of(CORPUS) == clean
-    extract_raw(num_splits=8)
-    assert content_of(CORPUS) == clean
-
-
 def test_trap_22_the_number_of_workers_changes_no_byte() -> None:
     """Nor does the place of the workers."""
     put({f"{number}.json": json.dumps([f"text {each % 5}" for each in range(number)]) for number in range(9)})

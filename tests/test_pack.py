@@ -10,7 +10,6 @@ import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from stages.model.manifest import TOKENIZER, ModelManifest
 from stages.pack import PackParams, PackRuntime, find_tokenizer_spec, pack
 from stages.tokenizing import fast_tokenizer, packing
 from stages.tokenizing.conversations import START, WHOLE
-from stages.tokenizing.encoding import DEFAULT_LIMITS, NAME, Encoder, EncoderLimits, TokenizerSpec
+from stages.tokenizing.encoding import DEFAULT_LIMITS, NAME, TokenizerSpec
 from stages.tokenizing.fast_tokenizer import FastTokenizer
 from stages.work import arrow, reuse, skipped
 from tests import corpus
@@ -596,16 +595,6 @@ def test_trap_21_after_a_kill_only_unfinished_splits_are_encoded(number: int) ->
     kept = [path for path in STORE.glob("*") if path.suffix != reuse._TEMPORARY]
     assert encode(fast_encoder=False) == 12 - len(kept)
     assert content() == clean
-
-
-def test_documents_have_the_same_tokens_in_any_batches() -> None:
-    make_model()
-    documents = ["ab a" * 3000, "short", f"{SPELLING}\n\n {BOS_SPELLING} é😀" * 99, "x", " " * 5000, "a b" * 200]
-    tokenizer = byte_tokenizer()
-    tokenizer.encode_special_tokens = True
-    stream = [token for document in documents for token in (*tokenizer.encode(document).ids, EOS)]
-    encoder = Encoder(spec_of_model(fast_encoder=False), EncoderLimits(batch=800))
-    assert [*chain.from_iterable(piece.tokens.tolist() for piece in encoder.encode(pa.array(documents)))] == stream
 
 
 def test_no_document_of_a_corpus_is_longer_than_a_batch() -> None:
