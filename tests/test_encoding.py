@@ -23,6 +23,8 @@ from stages.tokenizing.fast_tokenizer import Failed, FastTokenizer
 from tests.kinds import KINDS, MORE_KINDS, SPECIAL, SPELLINGS, make, prose, spec_of
 from tests.project import REPO
 
+pytestmark = pytest.mark.usefixtures("empty_project")
+
 SMALL = EncoderLimits(batch=3000, sample=200)
 QUICK = ["BPE of bytes, some missing", "BPE of bytes, added tokens", "Unigram, NFKC", "WordPiece, BERT"]
 NOT_FAST = {
@@ -34,11 +36,6 @@ NOT_FAST = {
     "Unigram, byte fallback": "does not support a `Metaspace`",
 }
 """For which kinds it is not used, and why."""
-
-
-@pytest.fixture(autouse=True)
-def in_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def encoders(kind: str) -> tuple[Encoder, Encoder]:
