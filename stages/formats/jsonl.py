@@ -25,21 +25,17 @@ def read(content: RawContent, sink: TextWriter) -> None:
     """
     into = json_format.Strings(sink, content.limits)
     try:
-        _read(content, into)
+        read_records(content, into)
     finally:
         into.flush()
 
 
-def read_records(content: RawContent, records: "Records") -> None:
-    """Put the document of each line into `records`, or the documents.
+def read_records(content: RawContent, into: "json_format.Strings | Records") -> None:
+    """Put the document of each line, or the documents, into `into`.
 
     Raises:
         Rejected: it is one document over several lines.
     """
-    _read(content, records)
-
-
-def _read(content: RawContent, into: "json_format.Strings | Records") -> None:
     if content.first_line == 1 and is_one_document(content.begin):  # once, and not for each of its lines
         detail = "a JSON document over several lines, and no JSON Lines: rename it to end in .json"
         raise Rejected("invalid JSON", detail)
