@@ -200,9 +200,9 @@ def read_rows() -> list[Any]:
     return [json.loads(row["messages"]) if row["text"] is None else row["text"] for row in rows]
 
 
-def write_params_of_extract(num_workers: int) -> None:
-    """Write PARAMS into params.yaml, for a process that runs the stage."""
-    runtime = {"num_workers": num_workers, "reuse_gib": 1}
+def write_params_of_extract(dask_scheduler: str | None = None) -> None:
+    """Write PARAMS into params.yaml, for a process that runs the stage with two workers, or on a cluster."""
+    runtime = {"num_workers": 2, "reuse_gib": 1, "dask_scheduler": dask_scheduler}
     Path("params.yaml").write_text(yaml.safe_dump({**dataclasses.asdict(PARAMS), "runtime": runtime}))
 
 

@@ -1012,7 +1012,7 @@ def test_trap_21_a_killed_stage_or_worker_leaves_nothing() -> None:
     put_slow_files(6, 10_000)
     put_large_file()
     organize_raw(num_splits=4)
-    write_params_of_extract(num_workers=2)
+    write_params_of_extract()
     stage = start_stage("extract")
     workers = wait_for_workers(stage, 2)
     time.sleep(0.3)

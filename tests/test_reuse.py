@@ -318,7 +318,7 @@ def test_trap_21_after_a_kill_only_unfinished_splits_are_read(number: int) -> No
     clean = result()
     shutil.rmtree(STORE)
     shutil.rmtree(CORPUS)
-    write_params_of_extract(num_workers=2)
+    write_params_of_extract()
     chance = random.Random(number)
     num_kept = num_kills = 0
     while num_kills < 2:

@@ -19,7 +19,6 @@ from unittest import mock
 import distributed
 import psutil
 import pytest
-import yaml
 
 from stages.base.errors import StageError
 from stages.base.process import INTERRUPTS, raise_on_interrupt
@@ -30,7 +29,17 @@ from stages.work.reuse import Store
 from stages.work.skipped import DUPLICATES
 from stages.work.workers import Runtime, ordered_map, threaded_map
 from tests import tasks
-from tests.corpus import CORPUS, PARAMS, SPLITS, content_of, organize_raw, put, put_large_file, put_slow_files
+from tests.corpus import (
+    CORPUS,
+    PARAMS,
+    SPLITS,
+    content_of,
+    organize_raw,
+    put,
+    put_large_file,
+    put_slow_files,
+    write_params_of_extract,
+)
 from tests.pipeline import DATA_STAGES
 from tests.project import BIN, REPO, is_alive, run_python, start_stage, wait_for
 
@@ -90,15 +99,6 @@ def run(address: str | None = None) -> dict[str, bytes]:
 def find_duplicates(address: str | None) -> None:
     runtime = DeduplicateRuntime(num_workers=1, reuse_gib=1, dask_scheduler=address)
     deduplicate(DeduplicateParams("near", 0.8), runtime)
-
-
-def start_extract(**runtime: Any) -> psutil.Popen:
-    """Start the stage as DVC does, with nothing kept of earlier runs."""
-    shutil.rmtree("data/.reuse", ignore_errors=True)
-    content = yaml.safe_load((REPO / "params.yaml").read_text())
-    content["runtime"] |= runtime
-    Path("params.yaml").write_text(yaml.safe_dump(content))
-    return start_stage("extract", "-W", "error")
 
 
 def dask_runtime(dask_cluster: DaskCluster) -> Runtime:
@@ -163,8 +163,10 @@ def test_extract_gives_the_same_bytes_on_a_cluster(dask_cluster: DaskCluster) ->
     put({f"{number}.json": json.dumps(["text", f"{number}"] * number) for number in range(30)})
     put({"ümlaut.txt": "ä", os.fsdecode(b"latin\xe4.txt"): "b", "c.csv": "c"})
     expected = run()
-    shutil.rmtree("data/corpus")
-    process = start_extract(dask_scheduler=str(dask_cluster.file))
+    for path in (CORPUS, "data/.reuse"):
+        shutil.rmtree(path)
+    write_params_of_extract(dask_scheduler=str(dask_cluster.file))
+    process = start_stage("extract", "-W", "error")
     _, error = process.communicate(timeout=100)
     assert (process.returncode, error) == (0, "")
     find_duplicates(dask_cluster.address)
