@@ -19,7 +19,6 @@ from pydantic import Field
 
 from stages.base import code, command, publish
 from stages.base.dataset import CORPUS, Dataset
-from stages.base.errors import StageError
 from stages.base.files import JsonFile
 from stages.base.origin import DATA_METRICS, Origin
 from stages.base.params_file import load_params
@@ -256,11 +255,7 @@ def find(
         num_reused = sum(each and shard.rows > 0 for shard, each in zip(corpus.shards, reused, strict=True))
         splits = [signatures.read(task.target) for task in tasks]
         for shard, split in zip(corpus.shards, splits, strict=True):
-            if shard.rows != len(split.heads):
-                raise StageError(
-                    f"{CORPUS} lists {shard.rows} rows of {shard.filename}, and there are {len(split.heads)}: "
-                    "run `dvc repro -f -s extract`"
-                )
+            shard.check_rows(len(split.heads))
         sources = [*dict.fromkeys(shard.source for shard in corpus.shards)]
         of_corpus = SignedCorpus(splits, [sources.index(shard.source) for shard in corpus.shards])
         rows = RowReader(corpus)

@@ -21,7 +21,7 @@ from pydantic import Field
 from tqdm import tqdm
 
 from stages.base import code, command, process, publish
-from stages.base.dataset import CORPUS, STATE, Dataset, Shard
+from stages.base.dataset import CORPUS, Dataset, Shard
 from stages.base.errors import StageError, explained, one_line
 from stages.base.files import check_files
 from stages.base.origin import DATA_METRICS, Origin
@@ -521,12 +521,8 @@ def encode_splits(
     missing = [task for task in tasks if task not in reused]
     with closing(encode_missing(missing, spec, store, runtime)) as encoded:
         for task in tasks:
-            counts, shard = reused.get(task) or next(encoded), task.split.shard
-            if counts.num_read != shard.rows:
-                raise StageError(
-                    f"{CORPUS / STATE} lists {shard.rows} rows of {shard.filename}, and there are {counts.num_read}: "
-                    "run `dvc repro -f -s extract`"
-                )
+            counts = reused.get(task) or next(encoded)
+            task.split.shard.check_rows(counts.num_read)
             yield task, counts, task in reused
 
 

@@ -28,6 +28,14 @@ class Shard(NamedTuple):
     source: str | None = None
     """The directory of raw files that the rows are from; None: of all, or of several."""
 
+    def check_rows(self, found: int) -> None:
+        """Raise a StageError where a shard of the corpus has another number of rows than is listed."""
+        if found != self.rows:
+            raise StageError(
+                f"{CORPUS / STATE} lists {self.rows} rows of {self.filename}, and there are {found}: "
+                "run `dvc repro -f -s extract`"
+            )
+
 
 @dataclass(frozen=True)
 class Dataset:
