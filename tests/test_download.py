@@ -412,11 +412,8 @@ def test_a_damaged_file_is_named(damage: str) -> None:
         headers.read(Path(), files=[WEIGHTS])
 
 
-def test_a_shard_that_is_missing_or_truncated_is_named() -> None:
+def test_a_shard_that_is_missing_is_named() -> None:
     shard = write_in_shards()[0]
-    os.truncate(shard, shard.stat().st_size - 1)
-    with pytest.raises(StageError, match=f"{shard.name} is incomplete or damaged"):
-        describe("model")
     shard.unlink()
     with pytest.raises(StageError, match=f"{shard.name} is missing"):
         describe("model")

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +104,6 @@ def test_what_tokenizer_json_alone_gives_is_said() -> None:
         r"'The 1 12 123 .*': do not use the trained model with programs that read only that file",
         sentence or "",
     )
-    added = [token.content for token in Tokenizer.from_str(load(directory).content).get_added_tokens_decoder().values()]
-    assert "<extra>" in added
-    shutil.rmtree(directory)
-    directory = write_model("llama", "BPE of bytes", added_tokens_decoder={})
-    assert compared_with_file(load(directory), directory) is None
-    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "extra_special_tokens": ["<x>"]}))
-    assert "other tokens, as for '<x>'" in (compared_with_file(load(directory), directory) or "")
 
 
 def test_an_export_that_encodes_in_another_way_is_refused() -> None:
