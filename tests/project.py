@@ -60,6 +60,19 @@ def start_stage(name: str, *options: str) -> psutil.Popen:
     return psutil.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Be a user whom permissions concern, as root may read everything."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
 def flip_bit(path: Path, index: int) -> None:
     """Change one bit of the byte at `index` of a file."""
     content = bytearray(path.read_bytes())

@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -46,7 +45,7 @@ from tests.artifacts import describe, try_no_adapters, write_cache, write_model
 from tests.byte_model import make_model
 from tests.hub_server import TOKEN, Hub
 from tests.models import LAYERS, SIZES
-from tests.project import flip_bit, start_stage, wait_for
+from tests.project import as_nobody, flip_bit, start_stage, wait_for
 
 pytestmark = pytest.mark.usefixtures("empty_project")
 
@@ -289,21 +288,11 @@ def test_a_model_that_is_not_cached_is_one_clear_error_offline(home: Path, monke
         describe("nano")
 
 
-def test_weights_that_the_owner_alone_may_read_are_named_so() -> None:
-    with tempfile.TemporaryDirectory() as name:  # which another user can reach
-        directory = Path(name)
-        directory.chmod(0o755)
-        save_file({"a": torch.ones(1)}, directory / WEIGHTS)
-        (directory / WEIGHTS).chmod(0)
-        is_root = os.geteuid() == 0
-        if is_root:  # root may read everything
-            os.seteuid(65534)
-        try:
-            with pytest.raises(StageError, match=rf"{WEIGHTS} cannot be read \(Permission denied\).*chmod"):
-                headers.read(directory, [WEIGHTS])
-        finally:
-            if is_root:
-                os.seteuid(0)
+def test_weights_that_the_owner_alone_may_read_are_named_so(public_directory: Path) -> None:
+    save_file({"a": torch.ones(1)}, public_directory / WEIGHTS)
+    (public_directory / WEIGHTS).chmod(0)
+    with as_nobody(), pytest.raises(StageError, match=rf"{WEIGHTS} cannot be read \(Permission denied\).*chmod"):
+        headers.read(public_directory, [WEIGHTS])
 
 
 def change_weights(**changes: torch.Tensor | None) -> None:

@@ -4,9 +4,7 @@ import hashlib
 import json
 import os
 import re
-import stat
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from stages.splits import assignment, parts, tree
 from stages.splits import manifests as splits
 from stages.work import reuse
 from tests.corpus import with_processes
-from tests.project import REPO, start_stage, wait_for
+from tests.project import REPO, as_nobody, start_stage, wait_for
 
 PATHS = st.sets(st.text(st.characters(codec="utf-8"), min_size=1, max_size=8), max_size=60)
 
@@ -334,29 +332,13 @@ def test_trap_27_a_long_line_is_in_the_part_in_which_it_begins(tmp_path: Path) -
         assert parts._line_start(file, 1 << 20, 2 << 20) == 2 << 20
 
 
-@pytest.fixture
-def public_root() -> Iterator[Path]:
-    """A directory that a user without permissions can reach, seen as such a user."""
-    with tempfile.TemporaryDirectory() as name:
-        path = Path(name)
-        path.chmod(0o777)
-        (path / "raw").mkdir(mode=0o755)
-        yield path / "raw"
-
-
-def test_trap_04_unreadable_files_are_reported(public_root: Path) -> None:
-    put(public_root, "good.txt", "bad.txt", "closed/a.txt")
-    (public_root / "bad.txt").chmod(0)
-    (public_root / "closed").chmod(0)
-    is_root = os.geteuid() == 0
-    if is_root:  # root may read everything
-        os.seteuid(65534)
-    try:
-        result = run(public_root)
-    finally:
-        if is_root:
-            os.seteuid(0)
-        (public_root / "closed").chmod(stat.S_IRWXU)
+def test_trap_04_unreadable_files_are_reported(public_directory: Path) -> None:
+    root = public_directory / "raw"
+    put(root, "good.txt", "bad.txt", "closed/a.txt")
+    (root / "bad.txt").chmod(0)
+    (root / "closed").chmod(0)
+    with as_nobody():
+        result = run(root)
     assert selected(result) == ["good.txt"]
     assert skipped(result) == dict.fromkeys(("bad.txt", "closed/"), "unreadable: Permission denied")
 
