@@ -143,6 +143,7 @@ def test_all_chat_templates_are_found(template: Any, expected: dict[str, str]) -
     ("config", "problem"),
     [
         ({"chat_template": {"a": 1}}, "the chat template a is a int, not text: correct it in a copy"),
+        ({"chat_template": [{"name": "../a", "template": "a"}]}, "'../a' is no name for a chat template: correct it"),
         ({"chat_template": [{"name": "default"}]}, "the tokenizer cannot be loaded: .*'template'"),
         ({"bos_token": ["a"]}, "the tokenizer cannot be loaded: "),
     ],
