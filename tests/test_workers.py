@@ -246,7 +246,7 @@ def test_trap_21_an_interrupt_ends_the_tasks_and_others_change_nothing(
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_the_tasks_of_other_dask_workers(dask_cluster: DaskCluster, tmp_path: Path) -> None:
+def test_an_error_ends_the_tasks_of_other_dask_workers(dask_cluster: DaskCluster, tmp_path: Path) -> None:
     results = ordered_map(tasks.fail_or_write, [None, tmp_path, tmp_path], dask_runtime(dask_cluster))
     with pytest.raises(StageError, match="of a task"):
         next(results)
