@@ -156,7 +156,7 @@ class PackedRows(NamedTuple):
         counts = self.counts
         # Each document that is text has EOS, too, and perhaps BOS.
         num_added = counts.num_start + counts.num_documents - counts.num_conversations
-        num_text_tokens = self.num_tokens - counts.num_tokens - num_added
+        num_text_tokens = self.num_tokens - counts.num_chat_tokens - num_added
         return RowsMetrics(
             documents=counts.num_documents,
             characters=counts.num_characters,
@@ -172,7 +172,7 @@ class PackedRows(NamedTuple):
             if not is_chat
             else ConversationMetrics(
                 conversations=counts.num_conversations,
-                tokens=counts.num_tokens,
+                tokens=counts.num_chat_tokens,
                 trained_tokens=counts.num_trained,
                 padding_tokens=self.num_padding,
                 refused=counts.refused,
@@ -298,7 +298,7 @@ def conversations_row(counts: packing.Counts) -> Row:
     for begin, number in sorted(counts.refused.items(), key=lambda item: -item[1])[:NUM_REASONS]:
         reason = next((each.reason for each in counts.first_refused if each.reason.startswith(begin)), begin)
         print(f"note: {counted(number, 'conversation')} refused: {reason}: {remedies([begin])}")
-    share, num_refused = counts.num_trained / max(1, counts.num_tokens), sum(counts.refused.values())
+    share, num_refused = counts.num_trained / max(1, counts.num_chat_tokens), sum(counts.refused.values())
     note = f"{share:.1%} of their tokens trained; {num_refused:,} more refused"
     return counts.num_conversations, "conversations", note
 

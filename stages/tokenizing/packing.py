@@ -153,7 +153,7 @@ class Counts:
     """Characters that the model's own tokenizer has encoded, although the fast one may encode."""
     num_conversations: int = 0
     """Of the documents."""
-    num_tokens: int = 0
+    num_chat_tokens: int = 0
     """Of the conversations."""
     num_trained: int = 0
     """Of these tokens."""
@@ -271,7 +271,7 @@ def _conversations(conversations: Iterable[str], spec: TokenizerSpec) -> Iterato
         counts = Counts(
             num_documents=1,
             num_conversations=1,
-            num_tokens=len(encoded.tokens),
+            num_chat_tokens=len(encoded.tokens),
             num_trained=int(np.count_nonzero(encoded.tokens & TRAINED)),
             strings=encoded.strings,
             left_out=encoded.left_out,
