@@ -82,16 +82,16 @@ def existing(path: Path) -> Path:
     return found
 
 
-def check_space(path: Path, wanted: int = _GIB) -> Found[None]:
+def check_space(path: Path) -> Found[None]:
     """Free bytes and files of a file system; what the checkpoints need is compared by `stages.plan`."""
     free, statistics = shutil.disk_usage(path).free, os.statvfs(path)
     what = f"the disk of {path} has {format_gib(free)} free"
     remedy = "free some space (data/.reuse has results of earlier runs), or move it to a larger disk"
     if statistics.f_files and statistics.f_favail < 1000:
         yield error(f"{what}, but only {statistics.f_favail:,} more files fit", "delete files (`df -i` counts them)")
-    elif free < wanted:
+    elif free < _GIB:
         # Less than a 64th is less than what the sample corpus leaves.
-        yield (error if free < wanted / 64 else warning)(what, remedy)
+        yield (error if free < _GIB / 64 else warning)(what, remedy)
     else:
         yield ok(what)
 

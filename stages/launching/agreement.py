@@ -54,8 +54,8 @@ def refuse_different_ranks(run: Run, runtime: TrainRuntime) -> None:
         raise StageError(*lines)
 
 
-def check_shared(directory: Path, seconds: float = 3) -> list[str]:
-    """Check that all nodes see a file that rank 0 makes in `directory`, within `seconds`; a collective.
+def check_shared(directory: Path) -> list[str]:
+    """Check that all nodes see a file that rank 0 makes in `directory`, within seconds; a collective.
 
     Nodes that have a directory each would save a part of each checkpoint, which none of them could load.
 
@@ -78,7 +78,7 @@ def check_shared(directory: Path, seconds: float = 3) -> list[str]:
             return path
 
         path = run_on_rank0(make)
-        nodes = run_on_all_ranks(lambda: _look(path, seconds) if os.environ["LOCAL_RANK"] == "0" else None)
+        nodes = run_on_all_ranks(lambda: _look(path) if os.environ["LOCAL_RANK"] == "0" else None)
     found = [node for node in nodes if node is not None]
     if blind := [name for name, is_seen, _ in found if not is_seen]:
         raise StageError(
@@ -92,10 +92,10 @@ def check_shared(directory: Path, seconds: float = 3) -> list[str]:
     ] if unlocked else []  # fmt: skip
 
 
-def _look(path: Path, seconds: float) -> tuple[str, bool, bool]:
+def _look(path: Path) -> tuple[str, bool, bool]:
     """The name of this node, whether it sees a file, and whether it sees that it is locked."""
     node = os.environ.get("SLURMD_NODENAME", os.uname().nodename)
-    if not wait_for_file(path, 0, seconds):
+    if not wait_for_file(path, 0, seconds=3):
         return node, False, False
     with open_lock(path) as lock:
         return node, True, not try_exclusive(lock)
