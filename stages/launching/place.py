@@ -149,9 +149,8 @@ def start_line(params: TrainParams, place: Place, mesh: DeviceMesh) -> str:
         f"memory {memory_gib()[0]:.2f} of {total / 2**30:.2f} GiB before the first step": True,
     }
     ranks = counted(num_ranks, "rank")
-    num_nodes = num_ranks // int(os.environ["LOCAL_WORLD_SIZE"])
-    if num_nodes > 1:
+    if place.nodes > 1:
         interface = os.environ.get("NCCL_SOCKET_IFNAME" if mesh.device_type == "cuda" else "GLOO_SOCKET_IFNAME")
-        ranks += f" on {num_nodes} nodes"
+        ranks += f" on {place.nodes} nodes"
         device += f", network {interface}" if interface else ""
     return f"training with {ranks} ({device}): " + ", ".join(name for name, applies in chosen.items() if applies)
