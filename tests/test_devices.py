@@ -155,9 +155,8 @@ def test_layers_are_compiled_as_one_graph_each_also_with_activation_checkpointin
 @pytest.mark.parametrize(
     ("cause", "message"),
     [
-        (InvalidCxxCompiler(), r"^compile: torch finds no compiler of C\+\+ that works: install g\+\+"),
-        (PermissionError(errno.EACCES, "Permission denied", ""), r"name one in CXX and CC, which must not be empty"),
-        (UnicodeDecodeError("ascii", b"\xe2", 0, 1, "ordinal"), r"^compile: .* locale: `export LC_ALL=C.UTF-8"),
+        (InvalidCxxCompiler(), r"^compile: torch finds no compiler of C\+\+: install g\+\+"),
+        (UnicodeDecodeError("ascii", b"\xe2", 0, 1, "ordinal"), r"^compile: the compiler failed.* 'ascii' codec"),
         (CppCompileError(["g++", "x" * 600], "Python.h: No such"), r"^compile: the compiler failed.* \(.*Python\.h"),
         (PermissionError(errno.EACCES, "Permission denied", "/cache"), r"^compile: the compiler failed.*: '/cache'"),
     ],

@@ -22,12 +22,8 @@ _OF_PARAMETERS = {
     r"^torch\._dynamo\.exc\.(Unsupported|UserError)": (
         "compile: a layer of the model cannot be compiled as one graph: set it to false"
     ),
-    r"^torch\._(dynamo|inductor)\..*Unicode(De|En)codeError": (
-        "compile: torch reads its own files in the encoding of the locale: `export LC_ALL=C.UTF-8 PYTHONUTF8=1`"
-    ),
-    r"^torch\._(dynamo|inductor)\..*(InvalidCxxCompiler|Failed to find C compiler|Error: \[Errno \d+\] [\w ]+: '')": (
-        "compile: torch finds no compiler of C++ that works: install g++, or name one in CXX and CC, which must not be "
-        "empty; or set compile to false"
+    r"^torch\._(dynamo|inductor)\..*(InvalidCxxCompiler|Failed to find C compiler)": (
+        "compile: torch finds no compiler of C++: install g++, or name one in CXX and CC; or set compile to false"
     ),
     r"^torch\._(dynamo|inductor)\.": (
         "compile: the compiler failed, which need not be because of the model: mend the cause, or set it to false"
