@@ -12,7 +12,6 @@ of a stage with all its processes, in which pages that they share count in each.
 import argparse
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from typing import NamedTuple
 import psutil
 import yaml
 
-from benchmarks import REPO
+from benchmarks import REPO, environment
 from benchmarks.data.corpora import make_tree
 from benchmarks.data.measuring import MB, resident_bytes
 from benchmarks.data.stage_runs import write_params
@@ -34,10 +33,6 @@ from benchmarks.tables import markdown
 TEXT = "The quick brown fox jumps over the lazy dog, and what it says has the number "
 _MODEL = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
           "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
-
-
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"}
-"""Of a stage that runs in a project elsewhere."""
 
 
 class Cost(NamedTuple):
@@ -57,7 +52,7 @@ def run(project: Path, stage: str, size: float) -> Cost:
     command = [sys.executable, "-m", f"stages.{stage}"]
     start, peak = time.perf_counter(), 0
     with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, cwd=project, env=ENVIRONMENT, stdout=output, stderr=output)
+        process = subprocess.Popen(command, cwd=project, env=environment(), stdout=output, stderr=output)
         while process.poll() is None:
             try:
                 peak = max(peak, resident_bytes(psutil.Process(process.pid)))

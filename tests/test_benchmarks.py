@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -269,6 +270,18 @@ def test_all_of_the_gpu_benchmark_runs_and_continues(tmp_path: Path) -> None:
     assert "Not measured yet" not in output
     assert "| tokens/s, of the bare loop: over 100 % |" in output
     assert "flex, fused, batch 2: " in output.split("Failed:")[1]
+
+
+def test_what_a_benchmark_starts_finds_the_packages_that_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine without a package index they are in a directory of PYTHONPATH."""
+    from benchmarks import growth
+
+    monkeypatch.setenv("PYTHONPATH", "site")
+    started = mock.Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(subprocess, "Popen", started)
+    with pytest.raises(InterruptedError):
+        growth.run(Path(), "extract", 1)
+    assert started.call_args.kwargs["env"]["PYTHONPATH"] == f"{REPO}:site"
 
 
 def test_growth_is_an_exponent_of_the_last_two_sizes() -> None:

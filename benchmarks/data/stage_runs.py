@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks import REPO
+from benchmarks import REPO, environment
 from benchmarks.data.corpora import files_in, link_all, sample, text_size, total_size
 from benchmarks.data.measuring import Timing
 from benchmarks.data.recipes import SEQ_LENGTH
@@ -62,9 +62,8 @@ def make_pack_project(work: Path, corpus: Path, tokenizer: Path) -> Path:
     config["vocab_size"] = Tokenizer.from_file(str(tokenizer)).get_vocab_size()
     (model / "config.json").write_text(json.dumps(config))
     write_params(project, raw_dir, num_processes=2, model_name=str(model))
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
     for stage in ("organize", "extract", "deduplicate", "download"):
-        subprocess.run([sys.executable, "-m", f"stages.{stage}"], env=environment, cwd=project, check=True)
+        subprocess.run([sys.executable, "-m", f"stages.{stage}"], env=environment(), cwd=project, check=True)
     return project
 
 

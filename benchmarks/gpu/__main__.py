@@ -48,7 +48,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks import REPO
+from benchmarks import REPO, environment
 from benchmarks.gpu.report import FORMATS, report
 from benchmarks.gpu.results import RESULT, Results, Row, Stamp, replace
 from benchmarks.gpu.settings import (
@@ -374,12 +374,6 @@ def collect() -> list[str]:
     command = [sys.executable, *PYTEST, "--collect-only", "-q", TESTS]
     found = subprocess.run(command, cwd=REPO, env=environment(), text=True, capture_output=True)
     return [line for line in found.stdout.splitlines() if line.startswith(TESTS)] or [TESTS]
-
-
-def environment() -> dict[str, str]:
-    """For processes that import this repository, and what else the environment adds."""
-    paths = filter(None, [str(REPO), os.environ.get("PYTHONPATH")])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 @contextmanager

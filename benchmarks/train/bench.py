@@ -15,7 +15,7 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks import REPO
+from benchmarks import REPO, environment
 from benchmarks.data.corpora import make_text
 from benchmarks.train.job import BETAS, EPS, LR, MAX_GRAD_NORM, SEED, TORCHRUN, WEIGHT_DECAY, Job, llama
 from benchmarks.train.launched import Training
@@ -41,11 +41,7 @@ class Bench:
         self.batch_size: int = args.batch_size
         self.tokens_per_step = self.batch_size * self.num_ranks * args.seq_length
         num_threads: int = args.threads or max(1, len(os.sched_getaffinity(0)) // self.num_ranks)
-        packages = filter(None, [os.environ.get("PYTHONPATH")])  # of an environment without them
-        self.environment = {
-            **os.environ, "PYTHONPATH": os.pathsep.join([str(REPO), *packages]), "OMP_NUM_THREADS": str(num_threads),
-            "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-        }  # fmt: skip
+        self.environment = environment(OMP_NUM_THREADS=str(num_threads), TOKENIZERS_PARALLELISM="false")
         self.trainings: list[Training] = []
         if not (project / _MADE).exists():
             self.make_model(args.params, has_weights)
