@@ -153,7 +153,7 @@ def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -
     if decision.action == "finished":
         print_line(decision.reason)
         return 0
-    num_nodes = torchrun.num_nodes(runtime.launcher, runtime.num_nodes)
+    num_nodes = torchrun.count_srun_nodes(runtime.launcher, runtime.num_nodes)
     ranks = torchrun.Ranks(torchrun.count_local_ranks(runtime.nproc_per_node, num_nodes), num_nodes)
     check_ranks(run, ranks.total, ranks.num_local)  # here, before checkpoints are adopted, or deleted
     decision = begin(run, how_to_resume(runtime))

@@ -293,7 +293,7 @@ def test_a_rank_has_its_compiled_code_in_the_temporary_directory_of_its_node(
         os.environ.pop(name, None)
     handed: dict[str, str] = {}
     monkeypatch.setattr(torchrun, "run", lambda *args: handed.update(os.environ) or 0)
-    monkeypatch.setattr(torchrun, "num_nodes", lambda *args: 2)
+    monkeypatch.setattr(torchrun, "count_srun_nodes", lambda *args: 2)
     monkeypatch.setattr(launch, "on_stop_signals", lambda stop: None)
     described, runtime = describe(load_params(TrainParams)), load_params(TrainRuntime, "runtime")
     assert launch._train(described, dataclasses.replace(runtime, nproc_per_node=1), lambda status: None) == 0

@@ -103,9 +103,9 @@ def test_what_starts_the_ranks_follows_from_the_allocation(
     runtime = replace(load_params(TrainRuntime, "runtime", path=REPO / "params.yaml"), **values)
     if isinstance(expected, str):
         with pytest.raises(StageError, match=expected):
-            torchrun.num_nodes(runtime.launcher, runtime.num_nodes)
+            torchrun.count_srun_nodes(runtime.launcher, runtime.num_nodes)
     else:
-        assert torchrun.num_nodes(runtime.launcher, runtime.num_nodes) == expected
+        assert torchrun.count_srun_nodes(runtime.launcher, runtime.num_nodes) == expected
 
 
 def test_where_the_nodes_find_the_first_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

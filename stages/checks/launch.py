@@ -74,7 +74,7 @@ def check_gpus(runtime: TrainRuntime, devices: Path = DEVICES) -> Found[None]:
     """
     in_job = "SLURM_JOB_ID" in os.environ
     if in_job:
-        torchrun.num_nodes(runtime.launcher, runtime.num_nodes)
+        torchrun.count_srun_nodes(runtime.launcher, runtime.num_nodes)
     is_one_node = runtime.launcher == "torchrun" or (runtime.launcher == "auto" and runtime.num_nodes in (None, 1))
     # On a login node a launch would only submit a job, or fail.
     num_usable = check_devices(runtime.nproc_per_node if in_job or is_one_node else None, devices)

@@ -105,7 +105,7 @@ def count_local_ranks(nproc_per_node: int | None, num_nodes: int | None = None) 
     return check_devices(None) or 2
 
 
-def num_nodes(launcher: str, num_nodes: int | None) -> int | None:
+def count_srun_nodes(launcher: str, num_nodes: int | None) -> int | None:
     """On how many nodes srun is to start the ranks; None: they are started on this machine, without it.
 
     Args:
