@@ -113,7 +113,7 @@ _CHUNK_BYTES = 1 << 20
 def check_together(
     files: Mapping[Path, str], remedy: str, note: Callable[[], None], round_bytes: int = ROUND_BYTES
 ) -> None:
-    """Compare files with their SHA-256, as `record.check_files` does; a collective, with the same result on all ranks.
+    """Compare files with their SHA-256, as `check_files` does; a collective, with the same result on all ranks.
 
     The ranks meet after every `round_bytes`. Otherwise those with less to read would wait in one collective, and look
     like ranks that hang, for as long as another one reads a large file.
