@@ -83,13 +83,12 @@ def context_group(size: int, timeout_minutes: float) -> dist.ProcessGroup:
         size: A divisor of the ranks of a node.
         timeout_minutes: As for `device_mesh`.
     """
-    group, _ = dist.new_subgroups(size)
+    group, _ = dist.new_subgroups(size, timeout=timedelta(minutes=timeout_minutes))
     assert isinstance(group, dist.ProcessGroup)
-    _set_timeout(timedelta(minutes=timeout_minutes), group)
     return group
 
 
-# Groups of some of the ranks get torch's default of 10 or 30 minutes. Before torch 2.15 it has another name.
+# The groups of a mesh get torch's default of 10 or 30 minutes. Before torch 2.15 it has another name.
 _set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 
 
