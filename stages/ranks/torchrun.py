@@ -171,48 +171,16 @@ def run(
         directory: That they share for this start.
         endpoint: On several nodes `host` or `host:port` where all of them reach the first one; None: found by itself.
         stopping: Set when the ranks are to save and exit, however long that takes; the watchdog ends those that hang.
+            None: they never are.
 
     Returns:
         An exit status. Why it is not 0 is printed, by the ranks or here.
     """
-    environment = {
-        **os.environ,
-        handoff.DIRECTORY: str(directory),
-        handoff.STDERR: "0",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1" if ranks.num_nodes is None else "0",
-    }
-    # Several ranks with one thread per core each would compete for the cores; so would their compilers.
-    num_threads = str(max(1, _num_cpus() // ranks.num_local))
-    environment.setdefault("OMP_NUM_THREADS", num_threads)
-    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", num_threads)
-    torchrun = [
-        sys.executable, "-m", "stages.ranks.torchrun",
-        f"--nnodes={ranks.num_nodes or 1}", f"--nproc-per-node={ranks.num_local}", f"--log-dir={directory}",
-        "--signals-to-handle=SIGQUIT",  # not those of `_ask_ranks_to_stop`
-    ]  # fmt: skip
-    if ranks.num_nodes is None:
-        at_death = signal.SIGKILL
-        torchrun += [
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={directory / 'rendezvous'}",
-            "--rdzv-conf=store_type=file",
-            "--local-addr=127.0.0.1",
-        ]
-        command = ["sh", "-c", _START, "sh", *torchrun, "-m", module]
-    else:
-        at_death = signal.SIGTERM  # at which srun kills its tasks
-        environment = {name: value for name, value in environment.items() if not name.startswith(_OF_TASKS)}
-        environment[_ENDPOINT] = endpoint or ""
-        # Not c10d: it gives the ranks the full name of the first node, which need not resolve elsewhere.
-        torchrun += ["--rdzv-backend=static", f"--rdzv-id={secrets.token_hex(4)}"]
-        srun = [
-            "srun", f"--nodes={ranks.num_nodes}", f"--ntasks={ranks.num_nodes}", "--ntasks-per-node=1", "--relative=0",
-            "--cpu-bind=none", "--overlap", "--export=ALL", "--quiet", "--kill-on-bad-exit=1", "--wait=0",
-        ]  # fmt: skip
-        command = [*srun, "sh", "-c", _ON_A_NODE, "sh", *torchrun, "-m", module]
+    stopping = stopping or threading.Event()
+    at_death = signal.SIGKILL if ranks.num_nodes is None else signal.SIGTERM  # at which srun kills its tasks
     started = subprocess.Popen(
-        command,
-        env=environment,
+        _command(module, ranks, directory),
+        env=_environment(ranks, directory, endpoint),
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # a Ctrl-C in a terminal is for this process, which asks the ranks to save
         preexec_fn=partial(process.die_with_parent, at_death, os.getpid()),
@@ -226,8 +194,7 @@ def run(
     if started.returncode == 0:
         return 0
     refresh([directory])  # other nodes have written into it
-    told = handoff.told(directory)
-    is_stopping = stopping is not None and stopping.is_set()
+    told, is_stopping = handoff.told(directory), stopping.is_set()
     # The others lost the connection, or were ended: one that srun ends early says that it was interrupted.
     for status in (INTERRUPTED, USER_ERROR) if is_stopping else (USER_ERROR, INTERRUPTED):
         if str(status) in told:
@@ -241,11 +208,53 @@ def run(
     return CRASHED
 
 
-def _wait(started: "subprocess.Popen[bytes]", stopping: threading.Event | None) -> None:
+def _command(module: str, ranks: Ranks, directory: Path) -> list[str]:
+    """That runs torchrun with a module: here, or by srun on each node."""
+    torchrun = [
+        sys.executable, "-m", "stages.ranks.torchrun",
+        f"--nnodes={ranks.num_nodes or 1}", f"--nproc-per-node={ranks.num_local}", f"--log-dir={directory}",
+        "--signals-to-handle=SIGQUIT",  # not those of `_ask_ranks_to_stop`
+    ]  # fmt: skip
+    if ranks.num_nodes is None:
+        torchrun += [
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={directory / 'rendezvous'}",
+            "--rdzv-conf=store_type=file",
+            "--local-addr=127.0.0.1",
+        ]
+        return ["sh", "-c", _START, "sh", *torchrun, "-m", module]
+    # Not c10d: it gives the ranks the full name of the first node, which need not resolve elsewhere.
+    torchrun += ["--rdzv-backend=static", f"--rdzv-id={secrets.token_hex(4)}"]
+    srun = [
+        "srun", f"--nodes={ranks.num_nodes}", f"--ntasks={ranks.num_nodes}", "--ntasks-per-node=1", "--relative=0",
+        "--cpu-bind=none", "--overlap", "--export=ALL", "--quiet", "--kill-on-bad-exit=1", "--wait=0",
+    ]  # fmt: skip
+    return [*srun, "sh", "-c", _ON_A_NODE, "sh", *torchrun, "-m", module]
+
+
+def _environment(ranks: Ranks, directory: Path, endpoint: str | None) -> dict[str, str]:
+    """That of torchrun and of the ranks."""
+    environment = {
+        **os.environ,
+        handoff.DIRECTORY: str(directory),
+        handoff.STDERR: "0",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1" if ranks.num_nodes is None else "0",
+    }
+    # Several ranks with one thread per core each would compete for the cores; so would their compilers.
+    num_threads = str(max(1, _num_cpus() // ranks.num_local))
+    environment.setdefault("OMP_NUM_THREADS", num_threads)
+    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", num_threads)
+    if ranks.num_nodes is None:
+        return environment
+    environment = {name: value for name, value in environment.items() if not name.startswith(_OF_TASKS)}
+    return {**environment, _ENDPOINT: endpoint or ""}
+
+
+def _wait(started: "subprocess.Popen[bytes]", stopping: threading.Event) -> None:
     """Wait for the end of torchrun or srun, which pass on the signal that the ranks get when they are to stop."""
     was_asked = False
     while started.poll() is None:
-        if stopping is not None and stopping.is_set() and not was_asked:
+        if stopping.is_set() and not was_asked:
             started.send_signal(signal.SIGUSR1)  # srun answers others by killing its tasks
             was_asked = True
         try:
