@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -141,7 +141,7 @@ def main() -> None:
     public.check(extra.tasks)
     # What is written must not depend on this machine, so to torch it has no GPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-    num_nodes = launched_nodes(runtime, os.environ)
+    num_nodes = launched_nodes(runtime)
     with publish.lock(outputs.PLAN):
         if params.total_batch_size % params.batch_size:  # no number of ranks can; the error names what these could
             params.grad_accum_steps(extra.plan.num_ranks)
@@ -449,12 +449,12 @@ def _warn_of_new_tokens(params: TrainParams, model: ModelManifest) -> None:
     )
 
 
-def launched_nodes(runtime: TrainRuntime, environment: Mapping[str, str]) -> int | None:
+def launched_nodes(runtime: TrainRuntime) -> int | None:
     """The nodes of a launch; None: the job will know, which is not submitted yet."""
     if runtime.launcher == "torchrun":
         return 1
-    if "SLURM_JOB_ID" in environment:
-        return runtime.num_nodes or int(environment.get("SLURM_JOB_NUM_NODES", 1))
+    if "SLURM_JOB_ID" in os.environ:
+        return runtime.num_nodes or int(os.environ.get("SLURM_JOB_NUM_NODES", 1))
     return runtime.num_nodes or (1 if runtime.launcher == "auto" else None)
 
 

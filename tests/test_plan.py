@@ -280,7 +280,7 @@ def test_a_plan_counts_the_nodes_of_the_job(planned: Callable[..., str], monkeyp
     runtime = load_params(TrainRuntime, "runtime")
 
     def nodes(**changes: Any) -> int | None:
-        return plan.launched_nodes(dataclasses.replace(runtime, **changes), os.environ)
+        return plan.launched_nodes(dataclasses.replace(runtime, **changes))
 
     assert (nodes(launcher="auto"), nodes(launcher="sbatch")) == (1, None)  # a job to come knows how many there are
     with pytest.raises(StageError, match="8 is not a multiple of batch_size 2 x 3 ranks"):
