@@ -209,6 +209,9 @@ ENVIRONMENT = (
 )
 
 
+OF_THE_USER = f"compile-{os.getuid()}"
+
+
 @pytest.fixture
 def job(empty_project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of temporary files of a Slurm job, in which none of these variables is set."""
@@ -245,24 +248,27 @@ def test_the_environment_is_that_of_the_parameters_unless_a_person_has_set_it(
 
 def test_nodes_do_not_share_compiled_code(params: TrainParams, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor users: what is in the cache is executed."""
-    cache = job / "compile-17"
-    for _ in range(2):  # as the ranks of a node do
+    cache = job / OF_THE_USER
+    for number in ("17", "18"):  # of two jobs, which would leave a directory each
+        monkeypatch.setenv("SLURM_JOB_ID", number)
         set_environment(params, num_nodes=2)
     found = os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"]
     assert found == (str(cache), str(cache / "triton"))
     assert cache.stat().st_mode & 0o777 == 0o700
     cache.chmod(0o777)
-    with pytest.raises(StageError, match="compile-17 is not a directory of this user alone"):
+    with pytest.raises(StageError, match=f"{OF_THE_USER} is not a directory of this user alone"):
         set_environment(params, num_nodes=2)
     cache.rmdir()
     cache.symlink_to(job)
-    with pytest.raises(StageError, match="compile-17 is not a directory of this user alone"):
+    with pytest.raises(StageError, match=f"{OF_THE_USER} is not a directory of this user alone"):
         set_environment(params, num_nodes=2)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(job / "own"))
+    monkeypatch.delenv("TRITON_CACHE_DIR")
     set_environment(params, num_nodes=2)
+    assert os.environ["TRITON_CACHE_DIR"] == str(job / "own/triton"), "not in the one that somebody else has made"
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("ext4", ".compile"), ("nfs4", "compile-17"), ("lustre", "compile-17")])
+@pytest.mark.parametrize(("kind", "expected"), [("ext4", ".compile"), ("nfs4", OF_THE_USER), ("lustre", OF_THE_USER)])
 def test_jobs_of_one_node_that_share_a_disk_do_not_share_compiled_code(
     params: TrainParams, job: Path, monkeypatch: pytest.MonkeyPatch, kind: str, expected: str
 ) -> None:
@@ -301,7 +307,7 @@ def test_a_rank_has_its_compiled_code_in_the_temporary_directory_of_its_node(
         node.mkdir()
         of_node = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "TMPDIR": str(node)}
         rank = run_python(OF_A_RANK, **{**handed, **of_node, DIRECTORY: str(tmp_path)})
-        assert rank.stdout == f"{node / 'compile-17'} False", rank.stderr
+        assert rank.stdout == f"{node / OF_THE_USER} False", rank.stderr
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from stages.base.shared_disk import may_be_shared
 from stages.training.params import TrainParams
 
 COMPILE_CACHE = OUTPUTS / ".compile"
-"""Compiled code, for all later launches on one machine, if the disk is its own. By default it is below /tmp, which may
-not outlive that."""
+"""Compiled code, for all later launches on one machine, if the disk is its own; else it is below /tmp, as by default,
+which may not outlive that."""
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
@@ -37,11 +37,11 @@ def set_environment(params: TrainParams, num_nodes: int = 1) -> None:
     # On a disk that nodes share, one finds files that another is still writing, or has removed (ESTALE). They may be
     # of one training, or of jobs of one node each.
     if is_private := num_nodes > 1 or may_be_shared(cache):
-        job = os.environ.get("SLURM_JOB_ID", f"user-{os.getuid()}")
-        cache = Path(tempfile.gettempdir(), f"compile-{job}")
-    if os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache)) == str(cache) and is_private:
+        cache = Path(tempfile.gettempdir(), f"compile-{os.getuid()}")
+    chosen = os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    if is_private and chosen == str(cache):
         _make_private(cache)
-    os.environ.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(Path(chosen, "triton")))
     if not any(name in os.environ for name in _ALLOCATOR):
         # Segments that grow instead of new ones: sizes that vary leave no holes that nothing fits into.
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
