@@ -11,7 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -46,6 +46,7 @@ from stages.checkpointing.metadata import Reader
 from stages.checkpointing.retention import CheckpointRuntime
 from stages.checkpointing.state import STATE, TrainState
 from stages.forward.distributed import gather_on_rank0, run_on_all_ranks, run_on_rank0
+from stages.forward.transfer import own_thread
 from stages.model.adapters import is_adapter
 
 _SWITCH_INTERVAL = 0.0005
@@ -156,13 +157,10 @@ class Saver:
         self._pauses = [*_pauses(60 * timeout_minutes / 4)]
         # A collective itself: every rank must create its groups in the same order.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
-        cuda = torch.cuda.is_available()
-        # A new thread uses the first GPU, whichever is this rank's.
-        setup = (torch.cuda.set_device, (torch.cuda.current_device(),)) if cuda else (None, ())
-        self._thread = ThreadPoolExecutor(1, "saver", *setup) if runtime.async_checkpoint else None
+        self._thread = own_thread("saver") if runtime.async_checkpoint else None
         # Private, until torch 2.11 is no longer supported: its public `DefaultStager` closes this one after each save,
         # so the second one fails.
-        self._stager = StateDictStager(pin_memory=cuda)
+        self._stager = StateDictStager(pin_memory=torch.cuda.is_available())
         self._pending: Future[None] | None = None
         self._switch_interval = sys.getswitchinterval()
 

@@ -1,10 +1,17 @@
 """Batches to the device and numbers back, without a wait for what the device is computing."""
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def own_thread(name: str) -> ThreadPoolExecutor:
+    """A thread that uses the GPU of this rank: a new one uses the first, whichever that is. It starts with a task."""
+    setup = (torch.cuda.set_device, (torch.cuda.current_device(),)) if torch.cuda.is_available() else (None, ())
+    return ThreadPoolExecutor(1, name, *setup)
 
 
 def pinned(batch: dict[str, Any]) -> dict[str, Any]:

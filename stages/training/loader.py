@@ -19,7 +19,7 @@ step ahead is enough, as the rows are memory-mapped; and a thread instead of wor
 
 import math
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +33,7 @@ from stages.forward.context import Context, cut
 from stages.forward.distributed import device_type
 from stages.forward.padded import count_tokens, padded_batches
 from stages.forward.rows import TokenRows
-from stages.forward.transfer import pinned, to_device
+from stages.forward.transfer import own_thread, pinned, to_device
 from stages.training.order import RowOrder
 from stages.training.params import TrainParams
 
@@ -82,10 +82,7 @@ class BatchLoader:
         self._context = context
         self.order = RowOrder(params, len(rows), rows.sources)
         """Of training rows; not of those of a validation."""
-        # A new thread uses the first GPU, whichever is this rank's, and would pin memory for that one.
-        on_gpu = torch.cuda.is_available()
-        setup = (torch.cuda.set_device, (torch.cuda.current_device(),)) if on_gpu else (None, ())
-        self._thread = ThreadPoolExecutor(1, "loader", *setup)  # started by the first step
+        self._thread = own_thread("loader")  # which pins memory
         self._ahead: dict[int, Future[StepBatches]] = {}
 
     def step_batches(self, steps_done: int) -> StepBatches:
