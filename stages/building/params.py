@@ -28,17 +28,6 @@ def _refuse(value: Any, reason: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _gone(former: str, instead: str) -> BeforeValidator:
-    """Name what to use in the place of a value that there was."""
-
-    def check(value: object) -> object:
-        if value == former:
-            raise ValueError(f"there is no such value any more: use {instead}")
-        return value
-
-    return BeforeValidator(check)
-
-
 FSDP_PRESETS: dict[str, dict[str, Any]] = {
     "single_node_fsdp": {"strategy": "auto", "sharding_strategy": "FULL_SHARD"},
     "multi_node_fsdp": {"strategy": "fsdp", "sharding_strategy": "HYBRID_SHARD", "forward_prefetch": True},
@@ -201,10 +190,10 @@ class BuildParams:
     """Number format of forward and backward pass. fp16: the loss is scaled. fp8: bf16, and 8 bits in the layers'
     matrix products (needs torchao, and GPUs of Ada, Hopper or newer). The weights that the optimizer updates are
     fp32."""
-    activation_checkpointing: Annotated[Literal["none", "full", "selective_op"], _gone("selective", "selective_op")]
+    activation_checkpointing: Literal["none", "full", "selective_op"]
     """What the backward pass computes again, to save memory. full: all but the inputs of each layer. selective_op: all
     but attention and every second matrix product."""
-    attention: Annotated[Attention, _gone("flash_attention_2", "varlen, the same kernel in torch, or auto")]
+    attention: Attention
     """The attention function. Each of them gives the same results up to rounding, or is refused for the model."""
     loss: Literal["auto", "fused", "plain"]
     """How the loss is computed. fused: by the LM head, some tokens at a time. plain: from the logits of all tokens.
