@@ -6,7 +6,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 .PHONY: help setup repro show doctor bundle unbundle test slow faults random-faults slurm slurm-test nfs-test architectures gpu gpu-wheels versions fuzz audit picture parameters check lock
 
 help: ## List the targets
-	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 setup: ## Install the locked environment that fits this machine into .venv
 	@scripts/setup.sh
