@@ -143,12 +143,14 @@ def _new_output(path: Path) -> Path:
     except StageError:
         remedy = "give a new or empty directory"
         raise StageError(f"--output: {path} exists, and is no model of this pipeline: {remedy}") from None
-    own = {*lineage.weights, *lineage.files, CARD, LINEAGE}
-    found = {str(each.relative_to(path)) for each in path.rglob("*") if not each.is_dir()}
-    if others := sorted(found - own):
+    own = {**lineage.weights, **lineage.files, CARD: lineage.card, LINEAGE: None}
+    for file in sorted(each for each in path.rglob("*") if not each.is_dir()):
+        name = str(file.relative_to(path))
+        if name in own and own[name] in (None, publish.sha256_file(file)):
+            continue
+        problem = "was changed" if name in own else "is not of its model"
         raise StageError(
-            f"--output: {path} is replaced as a whole, and {others[0]} is not of its model: move it, or give a new or "
-            "empty directory"
+            f"--output: {path} is replaced as a whole, and {name} {problem}: move it, or give a new or empty directory"
         )
     return path
 
@@ -242,10 +244,10 @@ def export(
         small = sorted(written - {*digests.files, LINEAGE, CARD})
         others = {name: publish.sha256_file(temporary / name) for name in small}
         lineage = _lineage(pointer, checkpoint, model, initial, digests, others, records, packed)
-        lineage.write(temporary / LINEAGE)  # over the copied file of that name, if the initial model has one
         losses = _losses(checkpoint, lineage, packed)
         text = card.readme(lineage, model.architecture, dtype, not model.weights, terms, losses)
-        publish.write_text(temporary / CARD, text)
+        # Over copied files of these names, if the initial model has them.
+        lineage.write_with_card(temporary, text)
         if adapter:
             stack.enter_context(publish.lock(adapter))
             directory = stack.enter_context(publish.directory(adapter))
@@ -294,9 +296,8 @@ def _write_adapter(
     files = {name: digest for name, digest in lineage.files.items() if name != CONFIG}
     files[adapters.CONFIG] = publish.sha256_file(directory / adapters.CONFIG)
     own = dataclasses.replace(lineage, weights=digests.files, tensors=digests.tensors, files=files)
-    own.write(directory / LINEAGE)
     problem = adapters.peft_problem(targets, meta.has_joined_experts(reference))
-    publish.write_text(directory / CARD, card.adapter_readme(own, model.architecture, terms, losses, problem))
+    own.write_with_card(directory, card.adapter_readme(own, model.architecture, terms, losses, problem))
 
 
 def _check_listed(path: Path, listed: dict[str, TensorEntry], expected: "Mapping[str, Tensor]") -> None:

@@ -57,7 +57,7 @@ _PARAMS: dict[str, Any] = {
 }
 
 _NOT_LISTED = {LINEAGE, CARD, ".gitattributes"}
-"""Files of a model directory without a digest: no program loads them. The last one is written by the Hub."""
+"""Files of a model directory that are not compared: no program loads them. The last one is written by the Hub."""
 _DOWNLOADED = ".cache/huggingface/"
 """Where `hf download --local-dir` notes what it has fetched."""
 _LISTED = 5

@@ -718,6 +718,13 @@ def test_what_is_no_model_is_not_replaced(llama: Trained) -> None:
     with pytest.raises(StageError, match=r"is replaced as a whole, and gguf/a\.gguf is not of its model: move it"):
         run("--checkpoint", str(llama.directory), "--output", "model")
     assert Path("model/gguf/a.gguf").read_text() == "mine"
+    shutil.rmtree("model/gguf")
+    for name in ("README.md", "generation_config.json"):
+        before = Path("model", name).read_text()
+        Path("model", name).write_text("{}")
+        with pytest.raises(StageError, match=f"is replaced as a whole, and {name} was changed: move it"):
+            run("--checkpoint", str(llama.directory), "--output", "model")
+        Path("model", name).write_text(before)
     for output in (".", "outputs", "outputs/exp", "notes", "notes/a.txt"):
         with pytest.raises(StageError, match="exists, and is no model of this pipeline: give a new or empty directory"):
             run("--checkpoint", str(llama.directory), "--output", output)

@@ -4,7 +4,8 @@ It has no clock times, and no path of this machine but a `model_name` that is on
 same file everywhere.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -14,6 +15,7 @@ from stages.base.errors import StageError
 from stages.base.files import FileName, RelativePath, SealedJsonFile
 from stages.base.identity import Adoption, RunId, TokenFingerprints
 from stages.base.origin import Origin
+from stages.model.files import CARD, LINEAGE
 from stages.model.manifest import MODEL_MANIFEST
 
 DataStage = Annotated[str, Field(pattern="^(organize|extract|deduplicate|pack)$")]
@@ -67,12 +69,19 @@ class Lineage(SealedJsonFile):
     """The tokenizer library that encoded the data, as in data/pack.json; null: no such file of these tokens."""
     files: dict[RelativePath, str] = field(default_factory=dict)
     """SHA-256 of the other files: config, tokenizer."""
+    card: str | None = None
+    """SHA-256 of README.md as it was written: people edit it, and programs do not load it."""
     splits: str | None = None
     """SHA-256 of data/splits/summary.json, which has those of the manifests, which have those of all raw files."""
     corpus: str | None = None
     """Fingerprint of data/corpus."""
     origins: dict[DataStage, Origin] = field(default_factory=dict)
     """Parameters and packages of the data stages, as far as the project has records of these data."""
+
+    def write_with_card(self, directory: Path, card: str) -> None:
+        """Write lineage.json and README.md."""
+        publish.write_text(directory / CARD, card)
+        replace(self, card=publish.sha256_file(directory / CARD)).write(directory / LINEAGE)
 
     def check_initial_model(self, stage: str) -> None:
         """Check that data/model.json describes the model that the run started from.
