@@ -27,12 +27,15 @@ def generate_samples(
     """This rank's share of the samples: what the model writes after prompts that are spread over all held-out rows."""
     num_samples = min(request.num_samples, len(rows))
     bounds = np.arange(num_samples + 1) * len(rows) // max(1, num_samples)  # of as many ranges of rows
-    size = min(PROMPT_TOKENS, generation.max_length(model) // 2)
+    limit = generation.max_length(model)
+    size, with_room = min(PROMPT_TOKENS, limit // 2), limit - NEW_TOKENS
     ranges = [range(*pair) for pair in pairwise(bounds.tolist())]
-    found = [find_question(rows, each) or find_prompt(rows, each, request.eos_token_id, size) for each in ranges]
+    found = [
+        find_question(rows, each, with_room) or find_prompt(rows, each, request.eos_token_id, size) for each in ranges
+    ]
     prompts = [(torch.from_numpy(prompt).long(), rest) for prompt, rest in found if len(prompt)]
     # As many for all prompts: ranks that share a model do not stop before the last of them.
-    num_tokens = min(NEW_TOKENS, generation.max_length(model) - max((len(prompt) for prompt, _ in prompts), default=0))
+    num_tokens = min(NEW_TOKENS, limit - max((len(prompt) for prompt, _ in prompts), default=0))
     own, num_counted = share(list(enumerate(prompts)), is_sharded)
     samples = []
     for number, (prompt, rest) in own:
@@ -83,13 +86,15 @@ def find_prompt(
     return longest[:size], longest[size:]
 
 
-def find_question(rows: TokenRows, indices: range) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
+def find_question(rows: TokenRows, indices: range, size: int) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
     """The beginning of a held-out conversation, until the model is to write, and the rest of it; None: there is none.
 
     Args:
         rows: Held-out rows.
         indices: The rows to look at.
+        size: In tokens, of the beginning: it is the first one of at most so many, or else the shortest.
     """
+    shortest = None
     for index in indices:
         (tokens,), marks = rows.rows(np.array([index])), rows.marks(np.array([index]))
         if marks is None:
@@ -97,6 +102,8 @@ def find_question(rows: TokenRows, indices: range) -> tuple[NDArray[np.int32], N
         (is_trained,), (is_start,) = marks
         for start, end in pairwise([*np.flatnonzero(is_start).tolist(), len(tokens)]):
             answers = np.flatnonzero(is_trained[start:end])
-            if len(answers) and answers[0]:
-                return tokens[start : start + answers[0]], tokens[start + answers[0] : end]
-    return None
+            if len(answers) and answers[0] and (shortest is None or answers[0] < len(shortest[0])):
+                shortest = tokens[start : start + answers[0]], tokens[start + answers[0] : end]
+                if answers[0] <= size:
+                    return shortest
+    return shortest
