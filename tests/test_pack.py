@@ -710,6 +710,14 @@ def test_each_split_with_documents_is_counted_once() -> None:
         assert f"{number} of 2  splits reused" in run_stage(validation_fraction=0.5)
 
 
+@pytest.mark.parametrize("is_held_out", [False, True])
+def test_a_warning_says_that_no_conversation_is_held_out(is_held_out: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    make_chat_model()
+    make_corpus([[chat("a", "b")] * 3, ["a document " * 9, *([chat("a", "b")] * is_held_out)]])
+    run(seq_length=64)
+    assert ("warning: no conversation is held out, so no" in capsys.readouterr().out) != is_held_out
+
+
 def test_what_gives_no_tokens_is_counted_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
     make_chat_model()
     long = chat("question", "x" * 100)
