@@ -132,6 +132,9 @@ def test_an_edited_lineage_does_not_fit_itself(project: Project) -> None:
     with pytest.raises(StageError, match=r"lineage\.json is damaged or was changed"):
         differing()
     del content["sealed"]
+    (MODEL / "lineage.json").write_text(json.dumps(content))
+    with pytest.raises(StageError, match=r"lineage\.json states no SHA-256 of itself, so it is of an older version"):
+        differing()
     write_sealed(MODEL / "lineage.json", content)
     assert differing() == ["run_id of parameters, data, model and code", "parameters of train in params.yaml"]
     write_sealed(MODEL / "lineage.json", {**content, "params": {}})

@@ -174,12 +174,15 @@ def read_sealed(path: Path, remedy: str, key: str = "sealed") -> dict[str, Any]:
     """
     try:
         content: dict[str, Any] = publish.read_json(path)
-        if content.pop(key) == publish.sha256_json(content):
+        stated = content.pop(key, None)
+        if stated == publish.sha256_json(content):
             return content
     except publish.Unreadable as error:
         raise DamagedFile(f"{error}: {remedy}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        pass
+    except (ValueError, TypeError, AttributeError):
+        stated = ""
+    if stated is None:
+        raise DamagedFile(f"{path} states no SHA-256 of itself, so it is of an older version, or was changed: {remedy}")
     raise damaged(path, "it has not the SHA-256 that it states of itself", remedy)
 
 
