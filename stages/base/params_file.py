@@ -200,6 +200,7 @@ def _explain(path: str, prefix: tuple[str, ...], details: Any) -> str:
         return f"{path}: {name}: there is no such key; docs/formats.md has all of them"
     is_scalar = details["type"].startswith("string") and isinstance(details["input"], (int, float, datetime.date))
     remedy = "; put text that looks like a number in quotes, and dates, yes and no" * is_scalar
+    remedy += "; docs/parameters.md says what it is" * (details["type"] == "string_pattern_mismatch")
     return f"{path}: {name} is {as_yaml(details['input'])}: {message[0].lower()}{message[1:]}{remedy}"
 
 
