@@ -479,6 +479,8 @@ def bad_rows(number: int, **changes: Any) -> None:
         (lambda: bad_rows(4, a=3), "mc", r"row 5: the answer 3 is none of the choices \['the', 'a 4', 'of it'\]"),
         (lambda: bad_rows(4, a=-1), "mc", "row 5: the answer -1 is none of the choices"),
         (lambda: bad_rows(4, c=["the", "", "of"]), "mc", "row 5: c is missing or empty"),
+        (lambda: bad_rows(0, c=["", "the", "of"]), "mc", "mc.yaml: its first row is missing, or has an empty choice"),
+        (lambda: write_rows([]), "mc", "mc.yaml: its first row is missing"),
         (lambda: bad_rows(6, c=[" "]), "qa", "row 7: c is missing or empty"),
         (lambda: bad_rows(6, text=None), "ppl", "row 7: text is missing or empty"),
         (lambda: write_task("qa", doc_to_target="{{c[0] if a else ''}}"), "qa", "row 1: the answer is empty"),
