@@ -295,7 +295,8 @@ def check_with_transformers(directory: Path, key: str, start: list[int] | None =
         assert row[key] == pytest.approx(expected, abs=1e-5)
     for row in answers("ppl")[:3]:  # in one window
         before = start or [tokenizer.eos_token_id]
-        assert float(row[key]) == pytest.approx(nats(before, encode(row["prompt"])), abs=1e-4)
+        assert row[key] == pytest.approx(nats(before, encode(row["prompt"])), abs=1e-4)
+        assert row[key] == round(row[key], 6)
     for row in answers("qa")[:5]:
         ids = torch.tensor([[*(start or []), *encode(row["prompt"])]])
         with torch.no_grad():

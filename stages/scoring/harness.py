@@ -248,11 +248,12 @@ def _answer(task: Any, sample: Any) -> Answer:
     number = _num_choices(task, sample)
     requests, found = sample["arguments"][:number], sample["filtered_resps"][:number]
     has_choices = len(requests[0]) == 2 and isinstance(requests[0][1], str)
+    written = round(found[0], DIGITS) if isinstance(found[0], float) else found[0]  # a number: of the whole text
     return Answer(
         task=task.task_name,
         row=sample["doc_id"],
         prompt=requests[-1][0],
         choices=[choice for _, choice in requests] if has_choices else [],
         target=sample["target"],
-        answer=[round(nats, DIGITS) for nats, _ in found] if has_choices else found[0],
+        answer=[round(nats, DIGITS) for nats, _ in found] if has_choices else written,
     )
