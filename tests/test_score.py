@@ -469,6 +469,7 @@ def bad_rows(number: int, **changes: Any) -> None:
         (lambda: None, "mcc", r"evals/mcc.yaml is no file below evals/ .*did you mean evals/mc.yaml"),
         (lambda: Path("evals/x.yaml").write_text("task: [1\nq: 2"), "mc", r"evals/x.yaml is no valid YAML.*line 2"),
         (lambda: Path("evals/x.yaml").write_text("a: 1"), "x", "evals/x.yaml has no name: add a line .* `task: x`"),
+        (lambda: Path("evals/x.yaml").write_text("task: 2024"), "mc", "evals/x.yaml: task is 2024, .* in quotes"),
         (lambda: write_task("mc", doc_to_text="{{question}}"), "mc", "'question' is undefined: .* columns are a, c, q"),
         (lambda: write_task("mc", doc_to_text="question"), "mc", "mc: doc_to_text: question is no column: .* a, c, q"),
         (lambda: write_task("mc", dataset_kwargs={"data_files": ["a.jsonl"]}), "mc", "a.jsonl is not below evals/"),
