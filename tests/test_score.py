@@ -422,9 +422,10 @@ def test_the_standard_errors_are_those_of_statistics(asked: Project, monkeypatch
         ({}, "", 1 / 3),
         ({"doc_to_target": "right"}, "", 2 / 3),
         ({"metric_list": [{"metric": "acc"}, {"metric": "acc_mutual_info"}]}, "", 1 / 3),
+        ({"metric_list": [{"metric": "acc_norm"}, {"metric": "acc"}]}, "", 1 / 3),
         ({}, "process_results: !function utils.compare\n", None),
     ],
-    ids=["one right choice", "two right choices", "choices without the question", "its own comparison"],
+    ids=["one right choice", "two right choices", "choices without the question", "two metrics", "its own comparison"],
 )
 def test_the_chance_is_what_guessing_gives(
     project: Project, lm_eval: None, changes: dict[str, Any], code: str, chance: float | None
@@ -435,6 +436,7 @@ def test_the_chance_is_what_guessing_gives(
     with Path("evals/mc.yaml").open("a") as file:
         file.write(code)
     (found,) = ask("mc", task_limit=3).tasks
+    assert found.metric == changes.get("metric_list", [{"metric": "acc"}])[0]["metric"]
     assert found.chance == (chance and pytest.approx(chance, rel=1e-5))
     assert [(len(row["choices"]), row["prompt"]) for row in answers("mc")] == [(3, row["q"]) for row in ROWS[:3]]
 

@@ -6,7 +6,7 @@ ranks, as the bits of a result may depend on what else is in a batch.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
@@ -184,7 +184,8 @@ def describe(results: Any, loaded: Loaded, truncated: int) -> Found:
     measured = []
     for name in dict.fromkeys(chain.from_iterable(map(shown, roots))):
         members = [*dict.fromkeys(tasks_of(name))]
-        key = _first_metric(results["results"][name])
+        metric_list = loaded.tasks[name]._metric_fn_list if name in loaded.tasks else ()  # of a group: unknown
+        key = _first_metric(results["results"][name], metric_list)
         if key is None:
             raise StageError(f"tasks: {name} has no metric: name one in its metric_list")
         metric, _, chosen = key.partition(",")
@@ -211,8 +212,10 @@ def describe(results: Any, loaded: Loaded, truncated: int) -> Found:
     return Found(measured, [_answer(loaded.tasks[task], each) for task, each in kept])
 
 
-def _first_metric(values: dict[str, Any]) -> str | None:
-    return next((key for key in values if "," in key and "_stderr," not in key), None)
+def _first_metric(values: dict[str, Any], metric_list: Iterable[str] = ()) -> str | None:
+    """The first of the list that is there; lm-eval has them in an order of its own."""
+    found = [key for key in values if "," in key and "_stderr," not in key]
+    return next(chain((key for name in metric_list for key in found if key.startswith(f"{name},")), found), None)
 
 
 def _terms(metric: str, score: float, samples: list[Any]) -> list[Terms]:
