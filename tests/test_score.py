@@ -67,6 +67,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "metric_list": [{"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}],
     },
 }  # fmt: skip
+OF_WORDS = [{"metric": "word_perplexity"}]
 OF_EVALUATE = {"metric": "bleurt", "hf_evaluate": True, "aggregation": "mean", "higher_is_better": True}
 
 
@@ -491,6 +492,7 @@ def bad_rows(number: int, **changes: Any) -> None:
         (lambda: Path("evals/rows.jsonl").write_text('{"q": 1'), "mc", "rows.jsonl cannot be read: .*JSON"),
         (lambda: shutil.copy("evals/mc.yaml", "evals/x.yaml"), "mc x", "mc is in evals/mc.yaml and evals/x.yaml"),
         (lambda: change_weights(Path("outputs/exp/model"), math.nan), "mc", "the model gives NaN"),
+        (lambda: (bad_rows(0, text="\u4e2d" * 400), write_task("ppl", metric_list=OF_WORDS)), "ppl", "bits_per_byte"),
         (lambda: write_task("mc", fewshot_split=None), "mc", "mc: .* own answer: .* `test_split: test` and `fewshot_"),
         (lambda: write_task("mc", num_fewshot=12), "mc", r"requests of evals/mc.yaml are longer than the 128 tokens"),
         (lambda: write_task("qa", generation_kwargs={"max_gen_toks": 120}), "qa", "requests of .* longer"),

@@ -146,11 +146,15 @@ def ask(model: SharedModel, entry: str, loaded: Loaded, limit: int | None, chat:
     for task in loaded.tasks.values():
         task.set_fewshot_seed(FEWSHOT_SEED)
     with explained_task(entry, "ask"):
-        # Not simple_evaluate, which starts pip, git and conda.
-        results = evaluate(
-            model, loaded.content, limit=limit, bootstrap_iters=0,
-            apply_chat_template=chat, fewshot_as_multiturn=chat,  # each example is a turn, as in lm-eval's own command
-        )  # fmt: skip
+        try:
+            # Not simple_evaluate, which starts pip, git and conda.
+            results = evaluate(
+                model, loaded.content, limit=limit, bootstrap_iters=0,
+                apply_chat_template=chat, fewshot_as_multiturn=chat,  # each example is a turn, as in lm-eval's command
+            )  # fmt: skip
+        except OverflowError:
+            problem = "a perplexity is too large for a number, as that of words in a text without spaces"
+            raise StageError(f"tasks: {entry}: {problem}: name bits_per_byte instead") from None
     check_network(entry)
     (truncated,) = map(int, all_reduce_sum(model.truncated))
     if truncated and not loaded.allows_truncation():
