@@ -318,9 +318,10 @@ def _lineage(
     files: dict[str, str], records: dict[str, DataMetrics], packed: PackMetrics | None,
 ) -> Lineage:  # fmt: skip
     if missing := [str(path) for stage, path in DATA_METRICS.items() if stage not in records]:
+        lost = "" if packed else f". A chat template of its own is lost: bring back {METRICS} of the training"
         print(
             f"warning: {', '.join(missing)}: missing, damaged, or of other data, so lineage.json does not say how the "
-            "data was made"
+            f"data was made{lost}"
         )
     return Lineage(
         run_id=pointer.run_id,

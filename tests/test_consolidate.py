@@ -970,6 +970,8 @@ def test_the_lineage_names_how_the_data_was_made(llama: Trained, capsys: pytest.
         publish.write_json(DATA_METRICS[stage], {**record, **changed})
         lineage = exported_lineage()
         assert list(lineage.origins) == left
-        assert f"{DATA_METRICS[stage]}: missing, damaged, or of other data" in capsys.readouterr().out
+        output = capsys.readouterr().out
+        assert f"{DATA_METRICS[stage]}: missing, damaged, or of other data" in output
+        assert ("chat template" in output) == (stage == "pack")
         assert (lineage.splits, lineage.corpus) == (None, "f" if "extract" in left else None)
         assert lineage.encoder == ("tokenizers 1" if left else None)
