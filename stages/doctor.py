@@ -60,11 +60,12 @@ def find(num_nodes: int) -> Found[None]:
     from stages.checks import dvc_settings, launch, machine
 
     directories = {"data": Path("data"), "outputs": outputs.OUTPUTS, "TMPDIR": Path(tempfile.gettempdir())}
-    config = (yield from machine.check_user()) and (yield from collect(dvc_settings.read()))
+    has_home = yield from machine.check_user()
+    settings = yield from collect(launch.load())  # before DVC, which asserts that raw_dir is no null
+    config = has_home and (yield from collect(dvc_settings.read()))
     if config:
         yield from collect(dvc_settings.check_cache(config))
         directories["DVC cache"] = dvc_settings.cache_directory(config)
-    settings = yield from collect(launch.load())
     if settings:
         directories["experiment"] = outputs.directory(settings.train.experiment_name)
         directories["checkpoints"] = checkpoint_root(settings.train.experiment_name)
