@@ -62,17 +62,19 @@ def load_params(cls: type[T], section: str | None = None, path: Path = PARAMS_FI
     place = _place(path, section)
     adapter: TypeAdapter[T] = TypeAdapter(cls, config=None)
     prefix = (section,) if section else ()
+    read: dict[str, Any] = {}
     try:
         if section is None:
             late = {field.name for field in dataclasses.fields(_AfterTraining)}
-            TypeAdapter(_AfterTraining).validate_python({name: values[name] for name in values.keys() & late})
+            later = TypeAdapter(_AfterTraining).validate_python({name: values[name] for name in values.keys() & late})
+            read = dataclasses.asdict(later)
         # Not strict: the string "2e-05" becomes a float. Names of other stages are left out here, not refused.
         result = adapter.validate_python({name: value for name, value in values.items() if name in names})
     except ValidationError as error:
         lines = [_explain(place, prefix, details) for details in error.errors(include_url=False)]
         raise StageError(*lines) from None
     given = dict(flatten({section: values} if section else values))
-    read = dataclasses.asdict(result)
+    read |= dataclasses.asdict(result)
     if problems := [f"{place}: {problem}" for problem in _no_numbers(given, {section: read} if section else read)]:
         raise StageError(*problems)
     return result

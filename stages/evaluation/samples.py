@@ -28,7 +28,7 @@ def generate_samples(
     num_samples = min(request.num_samples, len(rows))
     bounds = np.arange(num_samples + 1) * len(rows) // max(1, num_samples)  # of as many ranges of rows
     limit = generation.max_length(model)
-    size, with_room = min(PROMPT_TOKENS, limit // 2), limit - NEW_TOKENS
+    size, with_room = min(PROMPT_TOKENS, limit // 2), max(limit // 2, limit - NEW_TOKENS)
     ranges = [range(*pair) for pair in pairwise(bounds.tolist())]
     found = [
         find_question(rows, each, with_room) or find_prompt(rows, each, request.eos_token_id, size) for each in ranges
@@ -92,9 +92,8 @@ def find_question(rows: TokenRows, indices: range, size: int) -> tuple[NDArray[n
     Args:
         rows: Held-out rows.
         indices: The rows to look at.
-        size: In tokens, of the beginning: it is the first one of at most so many, or else the shortest.
+        size: In tokens, of the beginning, at most.
     """
-    shortest = None
     for index in indices:
         (tokens,), marks = rows.rows(np.array([index])), rows.marks(np.array([index]))
         if marks is None:
@@ -102,8 +101,6 @@ def find_question(rows: TokenRows, indices: range, size: int) -> tuple[NDArray[n
         (is_trained,), (is_start,) = marks
         for start, end in pairwise([*np.flatnonzero(is_start).tolist(), len(tokens)]):
             answers = np.flatnonzero(is_trained[start:end])
-            if len(answers) and answers[0] and (shortest is None or answers[0] < len(shortest[0])):
-                shortest = tokens[start : start + answers[0]], tokens[start + answers[0] : end]
-                if answers[0] <= size:
-                    return shortest
-    return shortest
+            if len(answers) and 0 < answers[0] <= size:
+                return tokens[start : start + answers[0]], tokens[start + answers[0] : end]
+    return None
