@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -327,34 +326,6 @@ def test_a_torchrun_that_is_killed_is_no_lost_node_where_there_is_one_machine(
     with torchrun.shared_directory(ranks) as directory:
         assert torchrun.run("kills", ranks, directory) == torchrun.CRASHED
     assert capsys.readouterr().err == "error: torchrun has ended without a word\n"
-
-
-@pytest.mark.parametrize("num_nodes", [None, 2])
-def test_the_directory_of_a_killed_launcher_is_removed_by_the_next(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_nodes: int | None
-) -> None:
-    """And that of one that lives stays, as that of another training has to."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    code = f"""
-from pathlib import Path
-from stages.ranks import torchrun
-with torchrun.shared_directory(torchrun.Ranks(1, {num_nodes}), Path({str(tmp_path)!r})) as directory:
-    print(directory, flush=True)
-    input()
-"""
-    command = [sys.executable, "-c", code]
-    with ExitStack() as stack:
-        killed, living = (
-            stack.enter_context(subprocess.Popen(command, cwd=REPO, stdin=-1, stdout=-1, text=True)) for _ in range(2)
-        )
-        directories = [Path(process.stdout.readline().strip()) for process in (killed, living) if process.stdout]
-        killed.kill()
-        killed.wait()
-        with torchrun.shared_directory(torchrun.Ranks(1, num_nodes), tmp_path) as own:
-            assert {*tmp_path.iterdir()} == {directories[1], own}
-        living.communicate("")
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

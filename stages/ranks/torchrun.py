@@ -29,7 +29,6 @@ import psutil
 from stages.base import process, publish
 from stages.base.command import USER_ERROR
 from stages.base.errors import StageError
-from stages.base.file_lock import exclusive, open_lock, try_exclusive
 from stages.base.shared_disk import refresh, wait_for_file
 from stages.ranks import handoff
 from stages.ranks.gpus import num_devices
@@ -37,9 +36,6 @@ from stages.ranks.signals import INTERRUPTED, on_stop_signals
 
 CRASHED = 1
 """Exit status where a rank crashed or hung."""
-
-_RANKS, _HELD = "ranks-", "launcher.lock"
-"""What the names of directories of ranks begin with, and the file in each that its launcher locks while it lives."""
 
 _LOG = "torchrun-"
 """A file in the directory of the ranks with what torchrun prints, and the name of the node."""
@@ -138,26 +134,16 @@ def count_srun_nodes(launcher: str, num_nodes: int | None) -> int | None:
 
 @contextmanager
 def shared_directory(ranks: Ranks, parent: Path | None = None) -> Iterator[Path]:
-    """A directory for one start of the ranks, below `parent` where that is on several nodes; removed at the end.
-
-    Those of launchers that were killed are removed here: the kernel has released their locks.
-    """
-    if ranks.num_nodes is None or parent is None:
-        parent = Path(tempfile.gettempdir())  # locks in it are fast, and it is there when that of checkpoints is full
-    parent.mkdir(parents=True, exist_ok=True)
-    for path in parent.glob(f"{_RANKS}*/{_HELD}"):
-        with suppress(OSError):  # of another user
-            with open_lock(path) as lock:
-                is_left = try_exclusive(lock)
-            if is_left:  # no file in it is open: NFS could not remove the directory
-                shutil.rmtree(path.parent, ignore_errors=True)
-    with (
-        tempfile.TemporaryDirectory(prefix=_RANKS, dir=parent, ignore_cleanup_errors=True) as name,
-        open_lock(Path(name, f"new-{_HELD}")) as lock,
-    ):
-        exclusive(lock)
-        Path(lock.name).rename(Path(name, _HELD))  # only now others may look whether it is held
-        yield Path(name)
+    """A directory for one start of the ranks, below `parent` where that is on several nodes; removed at the end."""
+    prefix = "ranks-"
+    if ranks.num_nodes is None:
+        parent = None  # /tmp: locks in it are fast, and it is there when the disk of the checkpoints is full
+    elif parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
+        for leftover in parent.glob(f"{prefix}*"):  # of a launcher that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True) as directory:
+        yield Path(directory)
 
 
 def run(
