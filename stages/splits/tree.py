@@ -11,6 +11,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
+from stages.base.errors import StageError, one_line
 from stages.splits.manifests import PassedOver
 
 NOT_REGULAR = "not a regular file"
@@ -105,9 +106,13 @@ def _dvc_cache() -> str | None:
     """The directory into which DVC links the files that it tracks (`cache.type`); None: there is no DVC here."""
     if not os.path.isdir(".dvc"):
         return None
-    from dvc.config import Config  # takes half a second
+    from dvc.config import Config, ConfigError  # takes half a second
 
-    return os.path.realpath(Config(".dvc")["cache"].get("dir") or ".dvc/cache")
+    try:
+        config = Config(".dvc")
+    except ConfigError as error:
+        raise StageError(f"{one_line(error)}: correct .dvc/config") from None
+    return os.path.realpath(config["cache"].get("dir") or ".dvc/cache")
 
 
 def size(path: str) -> int:
