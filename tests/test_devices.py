@@ -209,7 +209,7 @@ ENVIRONMENT = (
 )
 
 
-OF_THE_USER = f"compile-{os.getuid()}"
+OF_THE_USER = f"compile-{os.getuid()}-{os.uname().nodename}"
 
 
 @pytest.fixture

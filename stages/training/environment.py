@@ -37,7 +37,8 @@ def set_environment(params: TrainParams, num_nodes: int = 1) -> None:
     # On a disk that nodes share, one finds files that another is still writing, or has removed (ESTALE). They may be
     # of one training, or of jobs of one node each.
     if is_private := num_nodes > 1 or may_be_shared(cache):
-        cache = Path(tempfile.gettempdir(), f"compile-{os.getuid()}")
+        # Its name has that of the node, as TMPDIR may be on such a disk, too.
+        cache = Path(tempfile.gettempdir(), f"compile-{os.getuid()}-{os.uname().nodename}")
     chosen = os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     if is_private and chosen == str(cache):
         _make_private(cache)
