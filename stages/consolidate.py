@@ -318,7 +318,7 @@ def _lineage(
     files: dict[str, str], records: dict[str, DataMetrics], packed: PackMetrics | None,
 ) -> Lineage:  # fmt: skip
     if missing := [str(path) for stage, path in DATA_METRICS.items() if stage not in records]:
-        lost = "" if packed else f". A chat template of its own is lost: bring back {METRICS} of the training"
+        lost = "" if packed else f"; bring back {METRICS} of the training for the chat template of conversations"
         print(
             f"warning: {', '.join(missing)}: missing, damaged, or of other data, so lineage.json does not say how the "
             f"data was made{lost}"

@@ -250,7 +250,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
         if share > params.max_left_out:
             print(f"warning: {share:.0%} of the conversations are refused, so not trained (see {METRICS})")
         if train.counts.num_conversations and validation.num_rows and not validation.counts.num_conversations:
-            remedy = "make them a source of their own (sources), or set validation_fraction"
+            remedy = "make them a source of their own (sources), or raise validation_fraction"
             print(f"warning: no conversation is held out, so no validation loss and no sample is of one: {remedy}")
         name = fast_tokenizer.NAME if spec.is_fast else encoding.NAME
         encoder = EncoderMetrics(name, counts.num_slow, reason)

@@ -70,8 +70,10 @@ def load(entries: list[str], cache: Path, fetch: Fetch | None = None) -> dict[st
                 content = manager.load([spec])
             except jinja2.UndefinedError as error:  # lm-eval asks the first question to try a task
                 raise StageError(f"tasks: {entry}: {error}: its columns are {', '.join(local.columns)}") from None
-            except (IndexError, StopIteration):
-                raise StageError(f"tasks: {entry}: its first row is missing, or has an empty choice") from None
+            except (IndexError, StopIteration) as error:
+                problem = f"{type(error).__name__} {one_line(error)}".strip()
+                hint = "its first row may be missing, or have a wrong answer or an empty choice"
+                raise StageError(f"tasks: lm-eval cannot load {entry} ({problem}): {hint}") from None
             check_network(entry)
             for name, task in content["tasks"].items():
                 if twice := [other for other in loaded if name in loaded[other].tasks]:
