@@ -101,6 +101,8 @@ def test_before_the_first_evaluation_there_is_a_table_without_losses(empty_proje
         "evaluate": {"cmd": "false", "deps": ["outputs/cost.json"], "metrics": ["outputs/metrics.json"]},
     }
     shutil.copy(REPO / "Makefile", project.path)
+    (project / "scripts").mkdir()
+    (project / "scripts/setup.sh").symlink_to("/bin/true")  # .venv is there
     (project / ".venv").symlink_to(Path(sys.prefix))
     begin(project, stages, "lr: 1\n", "dvc repro train")
     assert [row[0] for row in table(project)][:2] == ["Experiment", "workspace"]
