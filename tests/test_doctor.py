@@ -68,6 +68,7 @@ def test_one_task_of_each_node_reports_all_of_a_broken_project_without_a_traceba
         "data, outputs: a lock excludes other processes",
     ):
         assert expected in output, output
+    assert output.index("params.yaml is not valid") < output.index("dvc: "), "DVC reads it, too, and may say less"
     assert not list(empty_project.glob("**/.doctor*"))
 
 

@@ -51,6 +51,7 @@ def path(tmp_path: Path) -> Path:
         (GOOD + "experiment_name: 2024\n", " is 2024: .* string; put text that looks like a number in quotes"),
         (GOOD + "experiment_name: 2024-01-31\n", " is 2024-01-31: .* string; put text .* in quotes, and dates"),
         (GOOD + "max_shard_size: potatoes\n", "max_shard_size is 'potatoes': could not parse value"),
+        (GOOD + "max_shard_size: true\n", "max_shard_size must be a number, not a boolean"),
         ("share: 1\nsection: 2\n", "unknown parameter 'section'; it is a section: write `name: value` pairs below it$"),
         ("share: 1\nsection:\n", "section is null: input should be a dictionary"),
         (GOOD + "shares: {a: 1, b: .nan}\n", "shares.b is nan: it must be a finite number"),
@@ -60,7 +61,8 @@ def path(tmp_path: Path) -> Path:
         (GOOD + '"more\\e[2J\\nerror: a": 1\n', r"unknown parameter 'more\\x1b\[2J\\nerror: a'; no stage reads it$"),
     ],
     ids=["latin-1", "levels", "digits", "twice", "star", "twice in a section", "infinite", "infinite text", "null",
-         "directories", "a name in use", "a number", "a date", "of a later stage", "no section", "empty section",
+         "directories", "a name in use", "a number", "a date", "of a later stage",
+         "boolean of a later stage", "no section", "empty section",
          "not finite in a mapping", "boolean in a mapping", "boolean", "circle", "control characters"],
 )  # fmt: skip
 def test_what_is_wrong_is_said(path: Path, content: str | bytes, message: str) -> None:

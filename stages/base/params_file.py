@@ -65,9 +65,8 @@ def load_params(cls: type[T], section: str | None = None, path: Path = PARAMS_FI
     read: dict[str, Any] = {}
     try:
         if section is None:
-            late = {field.name for field in dataclasses.fields(_AfterTraining)}
-            later = TypeAdapter(_AfterTraining).validate_python({name: values[name] for name in values.keys() & late})
-            read = dataclasses.asdict(later)
+            late = {each.name: values[each.name] for each in dataclasses.fields(_AfterTraining) if each.name in values}
+            read = dataclasses.asdict(TypeAdapter(_AfterTraining).validate_python(late))
         # Not strict: the string "2e-05" becomes a float. Names of other stages are left out here, not refused.
         result = adapter.validate_python({name: value for name, value in values.items() if name in names})
     except ValidationError as error:
