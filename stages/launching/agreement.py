@@ -55,7 +55,7 @@ def refuse_different_ranks(run: Run, runtime: TrainRuntime) -> None:
 
 
 def check_shared(directory: Path) -> list[str]:
-    """Check that all nodes see a file that rank 0 makes in `directory`, within seconds; a collective.
+    """Check that all nodes see a file that rank 0 makes in `directory`, within three seconds; a collective.
 
     Nodes that have a directory each would save a part of each checkpoint, which none of them could load.
 

@@ -147,8 +147,8 @@ def check(entries: list[str]) -> None:
     files = [path for path in sorted(EVALS.rglob("*.yaml")) if PUBLIC not in path.parents] if entries else []
     configs = {str(path): read(path) for path in files}
     for path, config in configs.items():
-        for kind in {"task", "group"} & {*config}:
-            if not isinstance(config[kind], (str, list)):  # lm-eval could not sort the names
+        for kind in ("task", "group"):
+            if not isinstance(config.get(kind, ""), (str, list)):  # lm-eval could not sort the names
                 raise StageError(f"{path}: {kind} is {config[kind]!r}, which is no text: put it in quotes")
     kinds = [(config.get(kind), config) for config in configs.values() for kind in ("task", "group")]
     own = {name: config for name, config in kinds if isinstance(name, str)}

@@ -55,8 +55,8 @@ class TrainParams(ScheduleParams, BuildParams):
     max_repeats: dict[str, Share] | None
     """How often each source may be used, in epochs of it. null: as often as its share asks for."""
     extend_from: RunId | None
-    """`run_id` of a finished run that continues with the schedule of this one: the name of a directory in
-    outputs/<experiment_name>/checkpoints. null: none."""
+    """`run_id` of a finished run that continues with this schedule: a directory in
+    `outputs/<experiment_name>/checkpoints`. null: none."""
     export_from: Literal["last", "best"]
     """Checkpoint that becomes the model. last: the last one. best: that with the lowest validation loss. With best, a
     checkpoint is saved at each validation that is the best so far, and none of another run is adopted."""
