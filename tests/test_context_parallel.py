@@ -333,8 +333,8 @@ def test_a_router_loss_and_fp32_on_gpus_are_refused(params: TrainParams, tmp_pat
     EIGHT_HEADS.save_pretrained(tmp_path)
     model = manifest_of(tmp_path, with_weights=False)
     with pytest.raises(StageError, match="has no kernel for fp32 on GPUs: use precision bf16"):
-        plan.measure_memory(model, shared, 2, 32, limit=2**30)
-    peak, *_ = plan.measure_memory(model, shared, 2, 32, limit=None)
+        memory_plan.measure_memory(model, shared, 2, 32, limit=2**30)
+    peak, *_ = memory_plan.measure_memory(model, shared, 2, 32, limit=None)
     assert peak
 
 
@@ -401,7 +401,7 @@ def test_plan_counts_the_tokens_of_a_slice_and_names_it_where_no_row_fits(
         peaks[size] = peak_memory.measure(model, chosen, 4, 1024)
     for before, after in itertools.pairwise(peak.activations + peak.temporaries for peak in peaks.values()):
         assert 0.4 < after / before < 0.7
-    plan.measure_memory(model, params, 4, 1024, limit=int(peaks[2].total / 0.92))
+    memory_plan.measure_memory(model, params, 4, 1024, limit=int(peaks[2].total / 0.92))
     assert "note: with context_parallel 2, batch_size 1 and activation_checkpointing full" in capsys.readouterr().out
-    plan.measure_memory(model, params, 4, 1024, limit=2 * peaks[1].total)
+    memory_plan.measure_memory(model, params, 4, 1024, limit=2 * peaks[1].total)
     assert "context_parallel" not in capsys.readouterr().out

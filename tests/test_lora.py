@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from stages import consolidate, download, launch, plan
+from stages import consolidate, download, launch
 from stages.base.errors import StageError
 from stages.base.params_file import load_params
 from stages.building import lora, sharded_model
@@ -26,6 +26,7 @@ from stages.forward.adapter_probe import describe_linears
 from stages.forward.loss import summed_loss
 from stages.model import adapters, headers, meta
 from stages.model.manifest import ModelManifest
+from stages.planning.warnings import warn_of_peft
 from stages.training.params import TrainParams
 from tests.artifacts import write_model
 from tests.conftest import make_adapted
@@ -305,10 +306,10 @@ def test_a_rank_above_the_smallest_matrix_is_named(
         **SMALL, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8
     )
     manifest = manifest_of(write_model(tmp_path, config), with_weights=True)
-    plan._warn_of_peft(changed(params, lora_r=16), manifest)
-    plan._warn_of_peft(changed(params, lora_r=17, lora_target_modules=["q_proj"]), manifest)
+    warn_of_peft(changed(params, lora_r=16), manifest)
+    warn_of_peft(changed(params, lora_r=17, lora_target_modules=["q_proj"]), manifest)
     assert capsys.readouterr().out == ""
-    plan._warn_of_peft(changed(params, lora_r=17), manifest)
+    warn_of_peft(changed(params, lora_r=17), manifest)
     assert capsys.readouterr().out.startswith(
         "warning: lora_r is 17, but model.layers.self_attn.k_proj has a matrix of 16 x 32: a rank above 16 only adds"
     )

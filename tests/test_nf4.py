@@ -22,7 +22,7 @@ from stages.evaluation import measure
 from stages.evaluation.request import LossSum, Trained
 from stages.export.evaluation import Loss
 from stages.model.adapters import ALL_LINEAR, is_adapter
-from stages.plan import _state_bytes
+from stages.planning.memory_plan import state_bytes
 from stages.training.params import TrainParams
 from tests.artifacts import write_model
 from tests.conftest import make_adapted
@@ -128,7 +128,7 @@ def test_the_files_are_quantized_as_they_are_read(
     first = next(iter(kinds))
     kinds[first] = dataclasses.replace(kinds[first], weights=weights)
     manifest = dataclasses.replace(manifest, linears=kinds)
-    assert _state_bytes(params, manifest) == sum(frozen) + 16 * trained
+    assert state_bytes(params, manifest) == sum(frozen) + 16 * trained
 
 
 def test_rows_that_are_no_multiple_of_a_block_are_refused(params: TrainParams, mesh: Any, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import torch
 import transformers
 from torch import Tensor
 
-from stages import plan
 from stages.base import history
 from stages.base.errors import StageError
 from stages.base.packed import TRAIN, VALIDATION
@@ -26,7 +25,7 @@ from stages.forward.padded import count_tokens, padded_batches
 from stages.forward.rows import TokenRows
 from stages.forward.small_copy import random_model, small_config
 from stages.model.manifest import ModelManifest
-from stages.planning import peak_memory
+from stages.planning import memory_plan, peak_memory
 from stages.training.loader import BatchLoader, Padding
 from stages.training.params import TrainParams
 from tests.artifacts import describe, write_model
@@ -310,7 +309,7 @@ def test_plan_prints_what_share_is_padding_and_warns(
     mamba2: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     params, model = load_params(TrainParams), ModelManifest.read()
-    peak, _, step = plan.measure_memory(model, params, 2, 32, limit=None)
+    peak, _, step = memory_plan.measure_memory(model, params, 2, 32, limit=None)
     assert peak is not None
     assert peak.is_upper_bound  # a GPU may have a kernel that gets the lengths
     output = capsys.readouterr().out
@@ -319,7 +318,7 @@ def test_plan_prints_what_share_is_padding_and_warns(
     assert "warning" not in output
     monkeypatch.setattr(peak_memory, "padding", lambda *_: Padding(share=0.31, most_sequences=(2, 32)))
     monkeypatch.setattr(peak_memory, "measure", lambda *_, **__: peak)
-    plan.measure_memory(model, params, 2, 32, limit=None)
+    memory_plan.measure_memory(model, params, 2, 32, limit=None)
     output = capsys.readouterr().out
     assert "; 31% of the tokens that are computed are padding\nwarning: 31% is much padding. Of more" in output
     assert "raise total_batch_size 8, batch_size 2 or seq_length 32\n" in output

@@ -32,7 +32,8 @@ from stages.forward.batch import Marks, make_batch
 from stages.launching.runtime import TrainRuntime
 from stages.launching.timers import memory_gib, reset_peak_memory
 from stages.model.manifest import ModelManifest
-from stages.planning import memory_plan, peak_memory, preview
+from stages.planning import memory_plan, peak_memory, preview, warnings
+from stages.planning.estimate import estimate
 from stages.planning.memory_plan import PeakMemory
 from stages.planning.peak_memory import Chosen
 from stages.training.optimizer import make_optimizer
@@ -114,19 +115,19 @@ def test_what_the_training_would_lack_is_refused(
         fsdp = dataclasses.replace(params.fsdp, wrap_layer_cls=layers)
         return dataclasses.replace(params, fsdp=fsdp, **changes)
 
-    plan.estimate(changed("LlamaMLP, LlamaDecoderLayer"), llama, ROWS, ROWS, None)
+    estimate(changed("LlamaMLP, LlamaDecoderLayer"), llama, ROWS, ROWS, None)
     message = r"LlamaForCausalLM has no LlamaDecodrLayer: use LlamaDecoderLayer \(its layers, .*\) or others .*LlamaMLP"
     with pytest.raises(StageError, match=message):
-        plan.estimate(changed("LlamaDecodrLayer"), llama, ROWS, ROWS, None)
+        estimate(changed("LlamaDecodrLayer"), llama, ROWS, ROWS, None)
     odd = dataclasses.replace(ROWS, seq_length=24)
     with pytest.raises(StageError, match=r"a multiple of 16 tokens per forward pass, not batch_size 3 x seq_length 24"):
-        plan.estimate(changed(precision="fp8", batch_size=3), llama, odd, odd, None)
+        estimate(changed(precision="fp8", batch_size=3), llama, odd, odd, None)
     for name in ("torchao", "torchao.optim"):  # the latter is found first, where it was imported before
         monkeypatch.setitem(sys.modules, name, None)
     message = " needs torchao, which is not installed: run `pip install torchao`"
     for name, value in (("optimizer", "adamw_8bit"), ("precision", "fp8")):
         with pytest.raises(StageError, match=f"{name} {value}{message}"):
-            plan.estimate(changed(**{name: value}), llama, ROWS, ROWS, None)
+            estimate(changed(**{name: value}), llama, ROWS, ROWS, None)
 
 
 def test_the_state_of_a_rank_is_its_share(params: TrainParams, tmp_path: Path) -> None:
@@ -234,7 +235,7 @@ def test_of_a_model_that_depends_on_values_the_state_is_printed(
     handler, logger = logging.Handler(), logging.getLogger("torch._subclasses.fake_tensor")
     handler.emit = logged.append  # type: ignore[method-assign]
     logger.addHandler(handler)
-    assert plan.measure_memory(model, params, 2, 32, limit=GIB)[:2] == (None, {})
+    assert memory_plan.measure_memory(model, params, 2, 32, limit=GIB)[:2] == (None, {})
     logger.removeHandler(handler)
     assert logged == []  # torch's own message, a traceback
     output = capsys.readouterr().out
@@ -252,11 +253,11 @@ def test_ranks_that_hold_the_whole_model_are_proposed_for_adapters_where_it_fits
 
     monkeypatch.setattr(peak_memory, "measure", measured)
     adapted, note = dataclasses.replace(params, lora_r=3), "note: with fsdp.strategy ddp each rank holds"
-    plan.measure_memory(llama, adapted, 2, 32, limit=3 * GIB)
+    memory_plan.measure_memory(llama, adapted, 2, 32, limit=3 * GIB)
     assert f"{note} the whole model, in 2.000 GiB" in capsys.readouterr().out
-    plan.measure_memory(llama, adapted, 2, 32, limit=2 * GIB)  # of which a part stays free
-    plan.measure_memory(llama, params, 2, 32, limit=3 * GIB)
-    plan.measure_memory(llama, adapted, 1, 32, limit=3 * GIB)
+    memory_plan.measure_memory(llama, adapted, 2, 32, limit=2 * GIB)  # of which a part stays free
+    memory_plan.measure_memory(llama, params, 2, 32, limit=3 * GIB)
+    memory_plan.measure_memory(llama, adapted, 1, 32, limit=3 * GIB)
     assert note not in capsys.readouterr().out
 
 
@@ -338,7 +339,7 @@ def test_the_plan_says_what_is_trained_and_held_out(
     written = here.json("outputs/plan.json")
     planned(export_dtype="bf16")
     assert here.json("outputs/plan.json")["model_bytes"] == 2 * written["parameters"] == written["model_bytes"] / 2
-    monkeypatch.setattr(plan, "_LEAST_HELD_OUT", 0.13)
+    monkeypatch.setattr(warnings, "_LEAST_HELD_OUT", 0.13)
     few = "warning: only 12.7% of the rows are held out: splits have equal numbers of files"
     for fraction in (None, 0.127):  # somebody wants few
         write_pack_metrics("", origin=Origin({"validation_fraction": fraction}, {}))
@@ -388,7 +389,7 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_refused(
 ) -> None:  # fmt: skip
     here.set(**params, runtime={"ckpt_minutes": None, **runtime})  # ckpt_freq 2, keep_checkpoints 2
     given, saved = load_params(TrainParams), load_params(TrainRuntime, "runtime")
-    plan_of = plan.estimate(given, ModelManifest.read(), PackedTokens.read(plan.TRAIN), ROWS, None)
+    plan_of = estimate(given, ModelManifest.read(), PackedTokens.read(plan.TRAIN), ROWS, None)
     plan_of = dataclasses.replace(plan_of, **needs)
     free = [expected * plan_of.checkpoint_bytes + plan_of.model_bytes]
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
@@ -451,14 +452,14 @@ def test_a_conversation_is_shown_where_there_are_few() -> None:
     is_chat = np.zeros(100, np.bool_)
     rows = SimpleNamespace(marks=lambda indices: (~is_chat[indices, None].repeat(4, axis=1), None))
     order = np.random.default_rng(0).permutation(100)
-    assert plan.rows_to_show(rows, order) == [*order[:3]]
+    assert preview.rows_to_show(rows, order) == [*order[:3]]
     is_chat[order[[50, 60]]] = True
-    assert plan.rows_to_show(rows, order) == [*order[[0, 1, 50]]]
+    assert preview.rows_to_show(rows, order) == [*order[[0, 1, 50]]]
     is_chat = ~is_chat
-    assert plan.rows_to_show(rows, order) == [*order[[0, 1, 50]]]
+    assert preview.rows_to_show(rows, order) == [*order[[0, 1, 50]]]
     is_chat[order[2]] = False
-    assert plan.rows_to_show(rows, order) == [*order[:3]]
-    assert plan.rows_to_show(SimpleNamespace(marks=lambda _: None), order) == [*order[:3]]
+    assert preview.rows_to_show(rows, order) == [*order[:3]]
+    assert preview.rows_to_show(SimpleNamespace(marks=lambda _: None), order) == [*order[:3]]
 
 
 def test_a_special_token_looks_other_than_its_name_in_a_text() -> None:

@@ -4,26 +4,78 @@ Most errors of data are found by reading a few rows: markup, repeated headers, a
 """
 
 import textwrap
-from collections.abc import Callable, Collection
-from itertools import groupby, pairwise
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from itertools import chain, groupby, islice, pairwise
 
 import numpy as np
+import pyarrow as pa
 import torch
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
+from stages.base.errors import StageError, one_line
+from stages.base.packed import TRAIN
 from stages.base.summary import counted
-from stages.forward.batch import Marks, make_batch
+from stages.forward.batch import Marks, make_batch, read_marks
+from stages.forward.rows import TokenRows
+from stages.model.manifest import ModelManifest
+from stages.training.order import RowOrder
+from stages.training.params import TrainParams
 
 LEGEND = (
     "⟦...⟧ is read but not predicted; ⟪...⟫ is one special token, and its name without these is text; a line of dashes "
     "ends a document; ⏎ is a line break"
 )
 
+_NUM_SHOWN = 3
+"""Rows in rows.txt, the first ones of the training."""
+_NUM_SEARCHED = 1000
+"""Rows among which there should be one of a conversation, where there are conversations."""
+
 _WIDTH = 110
 _MAX_DOCUMENTS = 5
 """Shown of a row."""
 _HEAD, _TAIL = 400, 100
 """Characters shown of a longer document."""
+
+
+def first_rows(params: TrainParams, model: ModelManifest) -> str:
+    """The first rows of the training, as text, and one of a conversation and one of documents where there are both.
+
+    Raises:
+        StageError: they cannot be read.
+    """
+    tokenizer = Tokenizer.from_file(str(model.verify_tokenizer()))
+    special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    special.add(model.eos_token_id)
+    try:
+        tokens = TokenRows(TRAIN)
+        order = RowOrder(params, len(tokens), tokens.sources)
+        steps = range(-(-_NUM_SEARCHED // params.total_batch_size))
+        decode, texts = partial(tokenizer.decode, skip_special_tokens=False), []
+        for index in rows_to_show(tokens, chain.from_iterable(map(order.step, steps))):
+            (row,), marks = tokens.rows(np.array([index])), read_marks(tokens, np.array([index]))
+            text = render(row, decode, model.eos_token_id, special, params.document_mask, marks)
+            texts.append(f"row {index}\n{text}")
+    except (pa.ArrowException, ArithmeticError, LookupError, ValueError) as error:  # of damaged files; train verifies
+        raise StageError(f"{TRAIN} cannot be read ({one_line(error)}): run `dvc repro -f -s pack`") from None
+    return "\n\n".join([LEGEND, *texts]) + "\n"
+
+
+def rows_to_show(tokens: TokenRows, indices: Iterable[np.int64]) -> list[np.int64]:
+    """The first of these rows; the last gives way to one of a conversation, or of documents, where they have none."""
+    rest = iter(indices)
+    first = [*islice(rest, _NUM_SHOWN)]
+
+    def is_trained(index: np.int64) -> bool:
+        marks = tokens.marks(np.array([index]))
+        return marks is None or bool(marks[0].all())
+
+    kinds = {is_trained(index) for index in first}
+    if len(kinds) == 1:
+        first[-1] = next((index for index in rest if is_trained(index) not in kinds), first[-1])
+    return first
 
 
 def render(
