@@ -9,8 +9,8 @@ Example  dvc exp run -S seq_length=1024 pack
 import hashlib
 import operator
 import tempfile
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain, islice
@@ -20,11 +20,11 @@ from typing import Annotated, NamedTuple
 from pydantic import Field
 from tqdm import tqdm
 
-from stages.base import code, command, process, publish
+from stages.base import code, command, publish
 from stages.base.dataset import CORPUS, Dataset, Shard
-from stages.base.errors import StageError, explained, one_line
+from stages.base.errors import StageError
 from stages.base.files import check_files
-from stages.base.origin import DATA_METRICS, Origin
+from stages.base.origin import Origin
 from stages.base.packed import (
     METRICS,
     TOKENS,
@@ -39,11 +39,10 @@ from stages.base.packed import (
 from stages.base.params_file import load_params
 from stages.base.summary import Row, counted, table
 from stages.model.manifest import ModelManifest
-from stages.tokenizing import chat_template, comparison, encoding, fast_tokenizer, packing, vocabulary
+from stages.tokenizing import comparison, encoding, fast_tokenizer, packing
+from stages.tokenizing.held_out import Split, TokenShard, find_token_shards
+from stages.tokenizing.specs import find_chat_spec, find_tokenizer_spec
 from stages.work import arrow, reuse, skipped, workers
-
-TEMPLATES = Path("models/templates")
-"""Chat templates, which DVC watches for this stage."""
 
 AHEAD = 100
 """Record batches per worker that are encoded before they are needed: no worker waits for one slow batch."""
@@ -76,27 +75,6 @@ class PackRuntime(reuse.Runtime):
     """What changes no result."""
 
 
-class Split(NamedTuple):
-    """A split of the corpus, and what is skipped of it."""
-
-    shard: Shard
-    skipped: bytes
-    """Rows, in order, as int64."""
-
-    @property
-    def path(self) -> Path:
-        return CORPUS / self.shard.filename
-
-    @property
-    def num_skipped(self) -> int:
-        return len(self.skipped) // 8
-
-    @property
-    def rows(self) -> int:
-        """Those that are not skipped."""
-        return self.shard.rows - self.num_skipped
-
-
 class SplitTask(NamedTuple):
     """A split of the corpus, or some of its documents, and where their tokens belong."""
 
@@ -111,10 +89,7 @@ class SplitTask(NamedTuple):
 
 NUM_REASONS = 5
 """Of refused conversations that are printed, the most frequent ones; all are in the metrics."""
-_MAX_TIMES = 2
-"""More than so many times their share of the documents is not held out as the last splits."""
 
-_MEND_TEMPLATE = "correct it, or set chat_template to the file of another one"
 _REMEDIES = {
     "longer than a row": "raise seq_length",
     "the chat template": "set chat_template to the file of one that writes them, or correct the conversations",
@@ -122,18 +97,6 @@ _REMEDIES = {
     "train_on": "change train_on",
 }
 """By the beginning of the reason why conversations were refused."""
-
-
-class TokenShard(NamedTuple):
-    """What becomes a shard of data/tokens: some splits of the corpus, or some of their documents."""
-
-    directory: str
-    """`train` or `validation`."""
-    source: str | None
-    splits: list[Split]
-    """Of the corpus."""
-    side: packing.Side | None
-    """The documents in them; None: all."""
 
 
 class PackedRows(NamedTuple):
@@ -211,12 +174,12 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
     """
     # All of these raise what is wrong with the parameters, the model or the corpus, before a token is encoded.
     model = ModelManifest.read()
-    spec = find_tokenizer_spec(params, model)
+    spec = find_tokenizer_spec(model, params.seq_length, params.fast_encoder)
     corpus = Dataset.read(CORPUS, "extract", contents=True)
     skips = skipped.read(corpus)
-    parts = find_token_shards(params, corpus, skips)
+    parts = find_token_shards(corpus, skips, params.validation_fraction, params.validation_splits)
     if is_chat := "messages" in corpus.features:
-        spec = spec._replace(chat=find_chat_spec(params, model))
+        spec = spec._replace(chat=find_chat_spec(model, params.chat_template, params.train_on, params.seq_length))
     store = reuse.Store(reuse.root(), packing.Counts)
     reason = None
     with publish.directory(TOKENS) as directory:  # one directory for both datasets, so that both appear at once
@@ -227,28 +190,14 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
             print(f"warning: pack encodes with the model's own tokenizer, not with {fast_tokenizer.NAME}: {reason}")
             spec = spec._replace(is_fast=False)
             written = write_token_shards(parts, spec, directory, store, params, runtime, max_batch_tokens)
-        # A fraction that suits a large source may give none of the rows of a small one.
-        is_measured = any(rows.num_rows for part, rows in written if part.directory == VALIDATION.name)
-        for part, rows in written:
-            # With 0 splits an empty dataset is what was asked for.
-            if rows.num_rows or (part.directory == VALIDATION.name and not part.splits):
-                continue
-            message = too_few(part, rows, params)
-            was_chosen = params.validation_fraction is not None or not part.side
-            if part.directory == TRAIN.name or (was_chosen and not is_measured):
-                raise StageError(message)
-            print(f"warning: {message}; nothing{f' of {part.source}' if part.source else ''} is validated")
+        check_rows(written, params)
         train, validation = (
             reduce(operator.add, (rows for part, rows in written if part.directory == name))
             for name in (TRAIN.name, VALIDATION.name)
         )
         counts = train.counts + validation.counts
         check_left_out(counts, params)
-        # Those that are longer than a row are dropped on purpose.
-        lost = {reason: number for reason, number in counts.refused.items() if not reason.startswith("longer than")}
-        share = sum(lost.values()) / max(1, counts.num_conversations + sum(counts.refused.values()))
-        if share > params.max_left_out:
-            print(f"warning: {share:.0%} of the conversations are refused, so not trained (see {METRICS})")
+        warn_of_conversations(counts, params)
         if train.counts.num_conversations and validation.num_rows and not validation.counts.num_conversations:
             remedy = "make them a source of their own (sources), or raise validation_fraction"
             print(f"warning: no conversation is held out, so no validation loss and no sample is of one: {remedy}")
@@ -278,6 +227,25 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
         conversations_row(counts) if is_chat else documents_row(counts, validation.counts),
         (f"{sum(used)} of {len(used)}", "splits reused", ""),
     )
+
+
+def check_rows(written: Sequence[tuple[TokenShard, PackedRows]], params: PackParams) -> None:
+    """Check that there are rows to train on, and to validate on if any were to be held out.
+
+    Raises:
+        StageError: there are none.
+    """
+    # A fraction that suits a large source may give none of the rows of a small one.
+    is_measured = any(rows.num_rows for part, rows in written if part.directory == VALIDATION.name)
+    for part, rows in written:
+        # With 0 splits an empty dataset is what was asked for.
+        if rows.num_rows or (part.directory == VALIDATION.name and not part.splits):
+            continue
+        message = too_few(part, rows, params)
+        was_chosen = params.validation_fraction is not None or not part.side
+        if part.directory == TRAIN.name or (was_chosen and not is_measured):
+            raise StageError(message)
+        print(f"warning: {message}; nothing{f' of {part.source}' if part.source else ''} is validated")
 
 
 def train_shards(parts: Iterable[TokenShard]) -> dict[str, float]:
@@ -325,147 +293,12 @@ def check_left_out(counts: packing.Counts, params: PackParams) -> None:
             )
 
 
-def find_tokenizer_spec(params: PackParams, model: ModelManifest) -> encoding.TokenizerSpec:
-    """The model's tokenizer, checked against the model manifest and the parameters.
-
-    Raises:
-        StageError: it is missing or was changed, or the model does not allow such long rows.
-    """
-    if model.max_seq_length is not None and params.seq_length > model.max_seq_length:
-        raise StageError(
-            f"seq_length is {params.seq_length}, {model.model_name} allows at most {model.max_seq_length}: lower it"
-        )
-    if params.fast_encoder:
-        fast_tokenizer.check_installed()
-    path = model.verify_tokenizer()
-    with explained(lambda problem: StageError(f"{path} is no tokenizer: {problem}")):
-        token_ids, unk_token_id, special_tokens = vocabulary.read(path, model.special_tokens, model.eos_token_id)
-    if model.eos_token_id not in token_ids:
-        raise StageError(f"{path} has no token {model.eos_token_id}, which {model.model_name} gives as its EOS token")
-    return encoding.TokenizerSpec(
-        path=path.resolve(),
-        sha256=model.tokenizer.sha256,
-        eos_token_id=model.eos_token_id,
-        unk_token_id=unk_token_id,
-        special_tokens=tuple(sorted(special_tokens)),
-        vocab_size=model.vocab_size,
-        is_fast=params.fast_encoder,
-        start_token_ids=tuple(model.start_token_ids),
-    )
-
-
-def find_chat_spec(params: PackParams, model: ModelManifest) -> encoding.ChatSpec:
-    """How conversations become tokens: by the file that `chat_template` names, else by the model's own template.
-
-    Raises:
-        StageError: the file is not there, or is none that DVC watches; or the template is no text, or none of Jinja.
-    """
-    # This is the order in data/pack.json.
-    templates = sorted(_find_templates(params, model).items(), key=lambda item: item[0] != "default")
-    for name, template in templates:
-        of_model = f"the chat template{f' {name}' * (name != 'default')} of {model.model_name}"
-        _check_syntax(template, params.chat_template or of_model)
-    return encoding.ChatSpec(tuple(templates), tuple(model.special_tokens.items()), params.train_on, params.seq_length)
-
-
-def _check_syntax(template: str, name: str) -> None:
-    """Refuse a template in which Jinja finds an error before it has a conversation."""
-    import jinja2
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    try:
-        with suppress(MemoryError, TimeoutError), process.limited(chat_template.SECONDS, chat_template.BYTES):
-            render_jinja_template([], chat_template=template)
-    except jinja2.TemplateSyntaxError as error:
-        raise StageError(f"{name}, line {error.lineno}: {one_line(error.message)}: {_MEND_TEMPLATE}") from None
-
-
-def _find_templates(params: PackParams, model: ModelManifest) -> dict[str, str]:
-    """The chat templates by name: the file that `chat_template` names, else all of the model."""
-    if params.chat_template is None:
-        return model.chat_templates
-    path = Path(params.chat_template)
-    if not path.resolve().is_relative_to(TEMPLATES.resolve()) or not path.is_file():
-        raise StageError(
-            f"chat_template is {params.chat_template!r}: name a file in {TEMPLATES}/, which DVC watches; null: "
-            "the template of the model"
-        )
-    with explained(lambda problem: StageError(f"the chat template cannot be read ({problem}): {_MEND_TEMPLATE}")):
-        return {"default": path.read_text(encoding="utf-8")}
-
-
-def find_token_shards(params: PackParams, dataset: Dataset, skips: skipped.Skipped) -> list[TokenShard]:
-    """The splits of the corpus by what becomes of them.
-
-    Raises:
-        StageError: there is no text, none to train on, or none to validate on.
-    """
-    if not dataset.num_rows:
-        raise StageError(f"{CORPUS} contains no text: put files with text into raw_dir, or lower min_chars")
-    sources: dict[str | None, list[Split]] = {}
-    for shard, rows in zip(dataset.shards, skips.rows, strict=True):
-        sources.setdefault(shard.source, []).append(Split(shard, rows))
-    if params.validation_fraction is not None:
-        divided = [divide_documents(*item, params.validation_fraction) for item in sources.items()]
-    else:
-        num_splits = len(dataset.shards) // len(sources)
-        if params.validation_splits >= num_splits:
-            raise StageError(
-                f"validation_splits is {params.validation_splits} of num_splits = {num_splits} splits, which leaves "
-                "none to train on: lower it"
-            )
-        check_documents(sources)
-        # Entire splits, so no line of a file gives rows to both sides.
-        divided = [divide(*item, num_splits - params.validation_splits) for item in sources.items()]
-    return [*(train for train, _ in divided), *(held_out for _, held_out in divided)]
-
-
-def check_documents(sources: Mapping[str | None, list[Split]]) -> None:
-    """Raise a StageError for a source without documents."""
-    for source, splits in sources.items():
-        if any(split.rows for split in splits):
-            continue
-        of_source = f" of source {source}" if source else ""
-        if any(split.shard.rows for split in splits):
-            raise StageError(
-                f"deduplicate skips all documents{of_source}, as others are equal or similar: leave it out of sources, "
-                "name it first there, or set deduplicate to null"
-            )
-        raise StageError(
-            f"there is no text{of_source}: extract made no row of its files, and {DATA_METRICS['extract']} says why"
-        )
-
-
-def divide(source: str | None, splits: list[Split], num_train: int) -> tuple[TokenShard, TokenShard]:
-    """What of a source is trained on, and what is held out: its splits after the first `num_train` ones.
-
-    Documents instead, by their content, where these splits have none, all, or far more than their share. A file that
-    is not cut is in one split, and a small one has fewer parts than there are splits.
-    """
-    train, held_out = splits[:num_train], splits[num_train:]
-    fraction = len(held_out) / len(splits)
-    found, total = (sum(split.rows for split in some) for some in (held_out, splits))
-    # A document is the least that can be held out.
-    if not held_out or (0 < found < total and found <= _MAX_TIMES * max(1, fraction * total)):
-        return TokenShard(TRAIN.name, source, train, None), TokenShard(VALIDATION.name, source, held_out, None)
-    of_source = f" of source {source}" if source else ""
-    chosen = packing.dividing_fraction([(split.path, split.skipped) for split in splits], fraction)
-    if chosen is None:
-        print(f"warning: nothing{of_source} is held out: there is only one document")
-        return TokenShard(TRAIN.name, source, splits, None), TokenShard(VALIDATION.name, source, [], None)
-    print(
-        f"note: {chosen:.0%} of the documents{of_source} are held out by their content: the last validation_splits = "
-        f"{len(held_out)} of num_splits = {len(splits)} splits have {found} of {total}; validation_fraction changes it"
-    )
-    return divide_documents(source, splits, chosen)
-
-
-def divide_documents(source: str | None, splits: list[Split], fraction: float) -> tuple[TokenShard, TokenShard]:
-    """What of a source is trained on, and the share of its documents that is held out, by their content."""
-    return (
-        TokenShard(TRAIN.name, source, splits, packing.Side(fraction, False)),
-        TokenShard(VALIDATION.name, source, splits, packing.Side(fraction, True)),
-    )
+def warn_of_conversations(counts: packing.Counts, params: PackParams) -> None:
+    """Warn where many are refused, except those that are longer than a row, which are dropped on purpose."""
+    lost = sum(number for reason, number in counts.refused.items() if not reason.startswith("longer than"))
+    share = lost / max(1, counts.num_conversations + sum(counts.refused.values()))
+    if share > params.max_left_out:
+        print(f"warning: {share:.0%} of the conversations are refused, so not trained (see {METRICS})")
 
 
 def write_token_shards(

@@ -36,11 +36,12 @@ from stages.formats.limits import LIMITS
 from stages.forward.batch import count_labels, read_batch
 from stages.forward.rows import TokenRows
 from stages.model.manifest import TOKENIZER, ModelManifest
-from stages.pack import PackParams, PackRuntime, find_tokenizer_spec, pack
+from stages.pack import PackParams, PackRuntime, pack
 from stages.tokenizing import fast_tokenizer, packing
 from stages.tokenizing.conversations import START, WHOLE
 from stages.tokenizing.encoding import DEFAULT_LIMITS, NAME, TokenizerSpec
 from stages.tokenizing.fast_tokenizer import FastTokenizer
+from stages.tokenizing.specs import find_tokenizer_spec
 from stages.work import arrow, reuse, skipped
 from tests import corpus
 from tests.byte_model import BOS, BOS_SPELLING, EOS, SPELLING, byte_tokenizer, make_model
@@ -63,7 +64,7 @@ SPLITS = [[f"document {split} {index} " * 9 for index in range(5)] for split in 
 
 
 def spec_of_model(fast_encoder: bool = True) -> TokenizerSpec:
-    return find_tokenizer_spec(PackParams(4, 0, fast_encoder), ModelManifest.read())
+    return find_tokenizer_spec(ModelManifest.read(), 4, fast_encoder)
 
 
 def make_corpus(splits: Sequence[Sequence[str | dict[str, Any]]], batch_size: int = 1000) -> None:
@@ -607,10 +608,10 @@ def test_a_worker_encodes_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> No
     script = """
 import psutil, pyarrow
 from stages.tokenizing.encoding import Encoder
-from stages.pack import PackParams, find_tokenizer_spec
+from stages.tokenizing.specs import find_tokenizer_spec
 from stages.model.manifest import ModelManifest
 for fast_encoder in (False, True):
-    encoder = Encoder(find_tokenizer_spec(PackParams(4, 0, fast_encoder), ModelManifest.read()))
+    encoder = Encoder(find_tokenizer_spec(ModelManifest.read(), 4, fast_encoder))
     before = psutil.Process().num_threads()
     list(encoder.encode(pyarrow.array([f"text {number}" for number in range(1000)])))
     print(psutil.Process().num_threads() - before)

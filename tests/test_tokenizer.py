@@ -17,9 +17,9 @@ from stages.base.files import FileEntry
 from stages.base.publish import read_json, write_json, write_text
 from stages.model.manifest import TOKENIZER, ModelManifest
 from stages.model.tokenizer import check_exported, compared_with_file, find_start, load
-from stages.pack import PackParams, find_tokenizer_spec
 from stages.tokenizing.comparison import Differs
 from stages.tokenizing.encoding import Encoder
+from stages.tokenizing.specs import find_tokenizer_spec
 from tests.byte_model import make_model
 from tests.kinds import make, prose
 
@@ -62,7 +62,7 @@ def write_model(family: str, kind: str, **tokenizer_config: Any) -> Path:
 
 def packed(text: str, is_fast: bool) -> list[int]:
     """The tokens that `pack` gives a document, without EOS."""
-    encoder = Encoder(find_tokenizer_spec(PackParams(64, 0), ModelManifest.read())._replace(is_fast=is_fast))
+    encoder = Encoder(find_tokenizer_spec(ModelManifest.read(), 64, is_fast))
     ids = [token for piece in encoder.encode(pa.array([text])) for token in piece.tokens.tolist()]
     assert ids.pop() == 0
     return ids
