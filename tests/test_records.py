@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 
 from stages.base.errors import StageError
 from stages.base.params_file import load_params
-from stages.extract import ExtractParams, ExtractRuntime, extract, preview
+from stages.extract import ExtractParams, ExtractRuntime, extract
 from stages.formats import json_format, paths, records
 from stages.formats.limits import LIMITS, Limits
+from stages.formats.preview import preview
 from stages.formats.rules import Rule, find
 from stages.organize import OrganizeParams, OrganizeRuntime, organize
 from stages.splits import tree

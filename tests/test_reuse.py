@@ -20,6 +20,7 @@ from stages.base import code
 from stages.base.errors import StageError
 from stages.extract import ExtractParams, ExtractRuntime, extract
 from stages.formats.limits import LIMITS, Limits
+from stages.formats.shard import SplitResult
 from stages.work import reuse
 from tests.corpus import (
     CORPUS,
@@ -293,7 +294,7 @@ def test_after_an_error_only_unfinished_splits_are_read(monkeypatch: pytest.Monk
     shutil.rmtree(STORE)
     read_files, finished = stages.extract.read_files, []
 
-    def failing(*arguments: Any) -> stages.extract.SplitResult:
+    def failing(*arguments: Any) -> SplitResult:
         if len(finished) == 5:
             raise RuntimeError
         finished.append(read_files(*arguments))
