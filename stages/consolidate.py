@@ -9,7 +9,6 @@ Example  python -m stages.consolidate --checkpoint CHECKPOINT --output DIR
 
 import dataclasses
 import os
-import re
 import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,37 +29,27 @@ from stages.checkpointing import layout
 from stages.checkpointing.layout import METADATA, MODEL, TensorEntry
 from stages.checkpointing.pointer import RunPointer, resolve
 from stages.export import card
+from stages.export.config import add_chat_template, add_ends, write_config
 from stages.export.evaluation import bits_per_byte
 from stages.export.lineage import InitialModel, Lineage
 from stages.model import adapters, headers, tokenizer
 from stages.model.dtypes import PRECISIONS
 from stages.model.files import (
     CARD,
-    CHAT_TEMPLATE,
     CONFIG,
-    GENERATION_CONFIG,
     LINEAGE,
-    MORE_TEMPLATES,
-    OLD_CHAT_TEMPLATE,
-    TOKENIZER_CONFIG,
     WEIGHTS_INDEX,
 )
 from stages.model.license import ModelLicense
 from stages.model.manifest import MODEL_MANIFEST, REMEDY, ModelManifest
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor
     from transformers import PreTrainedModel
 
     from stages.export.mapped import Digests, ShardedTensors
-
-_OUTDATED_CONFIG_KEYS = {"torch_dtype", "_name_or_path"}
-"""An older name of `dtype`, and where somebody's copy of the initial model was."""
-_MTP_KEY = re.compile(r"nextn_predict_layers$|mtp.*(layers|modules)$")
-"""Numbers of layers for multi-token prediction, as configs name them: `num_nextn_predict_layers`, `num_mtp_modules`."""
-_MTP_WEIGHT = re.compile(r"(^|\.)mtp|nextn")
 
 
 @dataclass(frozen=True)
@@ -234,12 +223,12 @@ def export(
         for file in [*copied, *terms.texts()]:
             (temporary / file).parent.mkdir(exist_ok=True)
             shutil.copyfile(initial / file, temporary / file)  # the content: files in HF_HOME are links into its blobs
-        _write_config(temporary / CONFIG, model.architecture, dtype, reference)
+        write_config(temporary / CONFIG, model.architecture, dtype, reference)
         tokenizer.check_exported(temporary, model)
         records = find_data_metrics(fingerprint(pointer.identity.data.train, pointer.identity.data.validation))
         packed = PackMetrics.read(METRICS) if "pack" in records else None  # else it is of other tokens
-        turns = _add_chat_template(temporary, packed) if packed else []
-        _add_ends(temporary, reference, [model.eos_token_id, *turns], tokenizer.text_tokens(model.verify_tokenizer()))
+        turns = add_chat_template(temporary, packed) if packed else []
+        add_ends(temporary, reference, [model.eos_token_id, *turns], tokenizer.text_tokens(model.verify_tokenizer()))
         written = {str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()}
         small = sorted(written - {*digests.files, LINEAGE, CARD})
         others = {name: publish.sha256_file(temporary / name) for name in small}
@@ -360,86 +349,6 @@ def _initial_lineage(initial: Path, model: ModelManifest) -> Lineage | None:
         return None
     # Somebody may have trained these weights further and left the file where it was.
     return lineage if lineage.weights == {name: model.files[name].sha256 for name in model.weights} else None
-
-
-def _write_config(path: Path, architecture: str, dtype: str, reference: "PreTrainedModel") -> None:
-    """Keep the initial model's config, but name the class and the dtype of these weights, and no layers of MTP."""
-    config = _in_dtype(publish.read_json(path), dtype)
-    if not any(_MTP_WEIGHT.search(name) for name in reference.state_dict()):  # transformers drops them
-        # A number that is not stated is that of the class.
-        text = reference.config.get_text_config()
-        place = config if text is reference.config else config.get("text_config", config)
-        if not any(_is_mtp(key, value) for key, value in place.items()):
-            place |= {key: value for key, value in text.to_dict().items() if _is_mtp(key, value)}
-        config = without_mtp(config)
-    publish.write_json(path, {**config, "architectures": [architecture], "dtype": dtype})
-
-
-def _in_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """A config, and those in it, with this dtype where it names one: some programs read that of `text_config`."""
-    kept = {key: value for key, value in config.items() if key not in _OUTDATED_CONFIG_KEYS}
-    found = {key: _in_dtype(value, dtype) if isinstance(value, dict) else value for key, value in kept.items()}
-    return found | ({"dtype": dtype} if {"dtype", "torch_dtype"} & {*config} else {})
-
-
-def without_mtp(config: dict[str, Any]) -> dict[str, Any]:
-    """A config whose layers for multi-token prediction are 0: a server would make those that have no weights.
-
-    Lists of all layers lose the values of these.
-    """
-    num_layers = config.get("num_hidden_layers", 0)
-    dropped = {key: value for key, value in config.items() if _is_mtp(key, value)}
-    lengths = {num_layers + number for number in dropped.values()} if num_layers else set()
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            found[key] = without_mtp(value)
-        elif isinstance(value, list) and len(value) in lengths:
-            found[key] = value[:num_layers]
-        else:
-            found[key] = 0 if key in dropped else value
-    return found
-
-
-def _is_mtp(key: str, value: Any) -> bool:
-    return bool(_MTP_KEY.search(key)) and type(value) is int and value > 0
-
-
-def _add_chat_template(directory: Path, packed: PackMetrics) -> list[int]:
-    """Write the chat templates that conversations were rendered with; returns the tokens that ended turns in them."""
-    if not packed.chat_templates or packed.train.conversations is None:
-        return []
-    shutil.rmtree(directory / MORE_TEMPLATES, ignore_errors=True)
-    for name, template in packed.chat_templates.items():
-        file = CHAT_TEMPLATE if name == "default" else f"{MORE_TEMPLATES}/{name}.jinja"
-        publish.write_text(directory / file, template)
-    # It alone: other programs look for one in the tokenizer's config first.
-    path = directory / TOKENIZER_CONFIG
-    if path.is_file() and "chat_template" in (config := publish.read_json(path)):
-        del config["chat_template"]
-        publish.write_json(path, config)
-    (directory / OLD_CHAT_TEMPLATE).unlink(missing_ok=True)
-    return packed.train.conversations.terminators
-
-
-def _add_ends(directory: Path, reference: "PreTrainedModel", tokens: list[int], text_tokens: "Container[int]") -> None:
-    """Have generated text end at the tokens that ended documents and turns, too, which need not be the config's.
-
-    Of the config's, none that is text: the default of a class, such as 2 of Llama, is a quote in other tokenizers.
-    """
-    from transformers import GenerationConfig
-
-    path = directory / GENERATION_CONFIG
-    config = publish.read_json(path if path.is_file() else directory / CONFIG)
-    stated = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
-    if not path.is_file():  # that of the class, whose own EOS may be any token of this tokenizer
-        GenerationConfig.from_model_config(reference.config).save_pretrained(directory)
-    known = stated if isinstance(stated, list) else [] if stated is None else [stated]
-    ends = [*dict.fromkeys([*(token for token in known if token not in text_tokens), *tokens])]
-    stored = ends if len(ends) > 1 else ends[0]
-    config = publish.read_json(path)
-    if config.get("eos_token_id") not in (ends, stored):
-        publish.write_json(path, {**config, "eos_token_id": stored})
 
 
 def _losses(checkpoint: Path, lineage: Lineage, packed: PackMetrics | None) -> card.Losses | None:

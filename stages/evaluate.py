@@ -275,7 +275,7 @@ def rounding_texts(evaluation: Evaluation) -> tuple[str, str]:
 
 def loss_rows(loss: Loss, evaluation: Evaluation) -> list[summary.Row]:
     """The loss of the exported weights on all held-out rows, for people to read, beside that before training."""
-    before, where = evaluation.untrained, "" if evaluation.measured_all else " (of eval_rows rows)"
+    before, where = evaluation.untrained, "" if evaluation.measured_all else " (on eval_rows rows of a source)"
     rows: list[summary.Row] = []
     for name, what, form in (
         ("loss", "validation loss", ".4f"),

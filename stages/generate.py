@@ -131,7 +131,7 @@ def chat_encoder(directory: Path, eos_token_id: int | list[int] | None) -> "Conv
 
     loaded = tokenizer.load(directory)
     if "default" not in loaded.chat_templates:
-        raise StageError("--chat: the model has no chat template, as it was not trained on conversations")
+        raise StageError(f"--chat: {directory} has no chat template: train on conversations, which brings one")
     ends = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
     eos = ends[0] if loaded.eos_token_id is None else loaded.eos_token_id
     if eos is None:

@@ -53,6 +53,7 @@ from stages.checkpointing import layout
 from stages.checkpointing.layout import TensorEntry
 from stages.checkpointing.pointer import RunPointer, pointer_path
 from stages.export import card, mapped
+from stages.export.config import add_ends, without_mtp, write_config
 from stages.export.lineage import Lineage
 from stages.model import tokenizer
 from stages.model.license import ModelLicense
@@ -332,7 +333,7 @@ def test_the_config_keeps_layers_of_mtp_that_the_class_has() -> None:
     model = AutoModelForCausalLM.from_config(config)
     model.mtp = torch.nn.Linear(2, 2)
     publish.write_json(path, {"num_nextn_predict_layers": 1})
-    consolidate._write_config(path, "Glm4MoeForCausalLM", "float32", model)
+    write_config(path, "Glm4MoeForCausalLM", "float32", model)
     assert publish.read_json(path)["num_nextn_predict_layers"] == 1
 
 
@@ -350,7 +351,7 @@ def test_the_config_keeps_layers_of_mtp_that_the_class_has() -> None:
     ],
 )
 def test_layers_of_mtp_are_found_in_any_config(config: dict[str, Any], exported: dict[str, Any]) -> None:
-    assert consolidate.without_mtp(config) == exported
+    assert without_mtp(config) == exported
 
 
 def test_shards_of_two_ranks_become_several_files_with_an_index(llama: Trained) -> None:
@@ -764,7 +765,7 @@ def test_a_text_config_says_where_generated_text_ends_too(tmp_path: Path) -> Non
     config = LlavaConfig(text_config=LlamaConfig(eos_token_id=7))
     config.save_pretrained(tmp_path)
     reference: Any = SimpleNamespace(config=config)
-    consolidate._add_ends(tmp_path, reference, [0], ())
+    add_ends(tmp_path, reference, [0], ())
     assert publish.read_json(tmp_path / "generation_config.json")["eos_token_id"] == [7, 0]
 
 
@@ -777,7 +778,7 @@ def test_the_configs_in_a_config_name_the_dtype_of_the_export_too(tmp_path: Path
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
         model.save_pretrained(tmp_path / dtype)
     path = tmp_path / "bfloat16/config.json"
-    consolidate._write_config(path, "Gemma3ForConditionalGeneration", "float16", model)
+    write_config(path, "Gemma3ForConditionalGeneration", "float16", model)
     assert publish.read_json(path) == publish.read_json(tmp_path / "float16/config.json")
 
 
