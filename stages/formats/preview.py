@@ -41,7 +41,8 @@ def preview(file: Path, params: ReadParams) -> str:
         compressed = " or ".join(suffixes.COMPRESSIONS)
         raise StageError(
             f"{file} is not read: its name ends in none of {', '.join(suffixes.FORMATS)} "
-            f"(and {compressed}, but not after {', '.join(suffixes.TABLES)}): rename it if it has this format"
+            f"(and {compressed}, but not after {', '.join(suffixes.TABLES)}): convert it, or add the suffix that "
+            "its content has, as .txt for code"
         )
     found = rules.find(params.records, path)
     unit = "the file" if suffix[0] in ("text", "csv", "tsv") else "each string"
