@@ -21,7 +21,7 @@ from stages.base.files import JsonFile
 from stages.base.origin import Origin
 from stages.base.params_file import load_params
 from stages.base.summary import Row, counted, table
-from stages.formats import preview, rules
+from stages.formats import layouts, preview, rules
 from stages.formats.limits import LIMITS, Limits
 from stages.formats.rules import RuleCounts
 from stages.formats.shard import ReadParams, Rejection, SplitCounts, SplitResult, count_rules, join_parts, read_files
@@ -209,7 +209,7 @@ def warnings(
             f"note: {counted(num_files, 'file')} without a rule (docs/formats.md): each CSV file is a document, and "
             "each string of the others"
         )
-        if found := preview.find_conversations(params, raw_paths(summary)):
+        if found := layouts.find_layouts(params, raw_paths(summary)):
             yield f"warning: {found}"
     if silent := find_silent(results):
         yield (

@@ -5,7 +5,9 @@ import gzip
 import io
 import json
 import re
+import shutil
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -289,17 +291,102 @@ def test_what_a_rule_leaves_out_is_told_with_the_reason() -> None:
     assert "note: records.0 leaves out 1 of 3 records: no string at $.text\n" in message
 
 
+def turns(*texts: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=False)]
+
+
+ANSWER, WRONG = [{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "wrong"}]
+SYSTEM = {"role": "system", "content": "s"}
+PAIR = {"prompt": turns("q"), "completion": ANSWER}
+LAYOUTS: dict[str, list[tuple[dict[str, Any], Any]]] = {
+    "conversation": [
+        ({"instruction": "q", "input": "", "output": "a"}, turns("q", "a")),
+        ({"instruction": "q", "input": "i", "output": "a", "text": "q i a"}, turns("q\ni", "a")),
+        ({"instruction": "q", "context": "c", "response": "a", "category": "x"}, turns("q\nc", "a")),
+        ({"question": "q", "answer": "a"}, turns("q", "a")),
+        ({"query": "q", "response": "a", "type": "x"}, turns("q", "a")),
+        ({"prompt": "q", "completion": "a"}, turns("q", "a")),
+        ({"prompt": "q", "chosen": "a", "rejected": "wrong"}, turns("q", "a")),
+        ({"input": "q", "output": "a"}, turns("q", "a")),
+        ({"system_prompt": "s", "question": "q", "response": "a"}, [SYSTEM, *turns("q", "a")]),
+        ({"prompt": "q", "messages": turns("q", "a")}, turns("q", "a")),
+        ({"prompt": "q", "rejected": [*turns("q"), *WRONG], "chosen": turns("q", "a")}, turns("q", "a")),
+        ({"prompt": turns("q"), "chosen": turns("q", "a"), "rejected": WRONG}, turns("q", "a")),
+        ({"my chat": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "id": "1"}, turns("q", "a")),
+        ({"prompt": turns("q"), "completion": ANSWER}, PAIR),
+        ({"prompt": turns("q"), "rejected": WRONG, "chosen": ANSWER}, PAIR),
+        ({"input": {"messages": turns("q")}, "preferred_output": ANSWER, "non_preferred_output": WRONG}, PAIR),
+    ],
+    "document": [
+        ({"id": "1", "url": "u", "title": "t", "text": "d"}, "d"),
+        ({"text": "d", "meta": {"source": "s"}}, "d"),
+        ({"content": "d", "path": "a.py"}, "d"),
+    ],
+    "none": [
+        ({"question": "q", "A": "a", "B": "b", "answer": "A"}, None),
+        ({"question": "q", "choices": ["a", "b"], "answer": "a"}, None),
+        ({"text": "d", "label": ["l"], "id": 1}, None),
+        ({"text": "d", "role": "prompter", "parent_id": "1"}, None),
+        ({"text": "d", "number": 1, "none": None}, None),
+        ({"prompt": turns("q"), "rejected": WRONG}, None),
+        ({"answer": "a", "note": "n"}, None),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "b.json", "c.parquet", "d.arrow", "e.csv", "f.yaml"])
+def test_a_rule_that_is_proposed_gives_the_rows_that_a_layout_means(name: str) -> None:
+    for number, (record, row) in enumerate(chain(*LAYOUTS.values())):
+        if name == "e.csv" and not all(isinstance(value, str) for value in record.values()):
+            continue
+        file = f"{number} b/{name}"
+        (Path("data/raw") / file).parent.mkdir(parents=True)
+        write_record(Path("data/raw") / file, record)
+        last = show(file).split("\n")[-1]
+        if row is None:
+            assert "set records" not in last, record
+            continue
+        [rule] = yaml.safe_load(last.split("set records: ")[1])
+        expected = row if isinstance(row, (str, dict)) else {"messages": row}
+        extract_raw(records=[rule])
+        assert read_rows() == [expected], rule
+        shutil.rmtree("data/raw")
+
+
+def test_a_proposal_knows_columns_that_are_null_in_the_first_row_and_other_encodings() -> None:
+    rows = [{"context": None, "question": "q", "answer": "a"}, {"context": "c", "question": "q", "answer": "a"}]
+    put({"b.csv": "question,answer\né,è".encode("cp1252")})
+    pq.write_table(pa.Table.from_pylist(rows), "data/raw/a.parquet")
+    assert "content: \"$['question', 'context']\"}" in show("a.parquet")
+    assert show("b.csv").endswith("{role: user, content: $.question}, {role: assistant, content: $.answer}]}]")
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Write it as the only one of a file."""
+    table = pa.Table.from_pylist([record])
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    elif path.suffix == ".arrow":
+        with pa.ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows([record.keys(), record.values()])
+    else:
+        path.write_text(json.dumps([record] if path.suffix == ".json" else record))
+
+
 def test_files_without_a_rule_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     put({"a.jsonl": jsonl({"messages": CHAT}), "b.yaml": "a: b", "c.csv": "text\na", "d.txt": "d"})
     for _ in range(2):  # then from the store
         extract_raw(num_splits=2)
         output = capsys.readouterr().out
         assert "note: 3 files without a rule (docs/formats.md): each CSV file is a document, and each string" in output
-        line = 'set records: [{files: "*.jsonl", messages: $.messages}]'
-        assert f"warning: a.jsonl has conversations, whose strings are separate documents: {line}\n" in output
-    put({"a.jsonl": jsonl({"messages": [1], "tables": [{"role": "b"}]})})
+        rules = '{files: "*.csv", text: $.text}, {files: "*.jsonl", messages: $.messages}'
+        assert f"document or conversation in c.csv, a.jsonl: set records: [{rules}]\n" in output
+    put({"a.jsonl": jsonl({"messages": [1], "tables": [{"role": "b"}]}), "c.csv": "note\na"})
     extract_raw(num_splits=2)
-    assert "has conversations" not in capsys.readouterr().out
+    assert "set records" not in capsys.readouterr().out
     put({"a.JSONL.gz": gzip.compress(jsonl({"messages": CHAT}).encode())})
     extract_raw(num_splits=2)
     assert 'set records: [{files: "*.JSONL.gz", messages: $.messages}]' in capsys.readouterr().out
@@ -743,7 +830,7 @@ def test_the_preview_shows_what_the_rules_make_of_a_file() -> None:
         )
     assert '--- 1: a conversation\n{\n  "messages": [\n    {\n      "role": "user",' in show("c/chat.jsonl", *rules)
     assert show("d.txt").startswith("d.txt: no rule: the file is a document\n")
-    add = 'separate documents: add to records: {files: "c/**/*.jsonl", messages: $.messages}'
+    add = 'conversation in c/chat.jsonl: add to records: {files: "c/**/*.jsonl", messages: $.messages}'
     assert show("c/chat.jsonl", *rules[1:]).endswith(add)
     assert show("a.jsonl").startswith("a.jsonl: no rule: each string is a document\n--- 1: a document\ntext 0\n")
     assert "x... (5000 characters)\n1 row" in show("d.txt", *rules)

@@ -1,11 +1,9 @@
-"""What becomes of a raw file, before anything runs: its first rows, and the rule that it may need."""
+"""What becomes of a raw file: its first rows, and the rule that it may need."""
 
 import json
 import os
 import shlex
 import tempfile
-from collections.abc import Iterable
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from stages.base.errors import StageError
 from stages.base.names import printable
 from stages.base.summary import counted
 from stages.formats import rules
+from stages.formats.layouts import find_layouts
 from stages.formats.limits import LIMITS
 from stages.formats.shard import ReadParams, count_rules, join_parts, read_files
 from stages.splits import manifests as splits
@@ -20,8 +19,6 @@ from stages.splits import suffixes, tree
 
 NUM_PREVIEWED, LONGEST_PREVIEWED = 5, 1000
 """Rows that a preview shows, and characters of each."""
-_MOST_TRIED = 20
-"""Files that are searched for conversations."""
 
 
 def preview(file: Path, params: ReadParams) -> str:
@@ -67,7 +64,7 @@ def preview(file: Path, params: ReadParams) -> str:
             + f", of {params.min_chars} characters or more" * (params.min_chars > 1),
             *map(str, join_parts(result.rejected, NUM_PREVIEWED)),
             *(count_rules(params.records, [result])[found[0]].describe() if found else ()),
-            *filter(None, [find_conversations(params, [path])]),
+            *filter(None, [find_layouts(params, [path])]),
         ]
     )
 
@@ -93,31 +90,3 @@ def _show(number: int, column: int, text: str) -> str:
 def command_for(path: str, params: ReadParams) -> str:
     """The command that shows what becomes of a raw file."""
     return f"python -m stages.extract --preview {shlex.quote(f'{params.raw_dir}/{path}')}"
-
-
-def find_conversations(params: ReadParams, paths: Iterable[str]) -> str | None:
-    """Names a file of JSON without a rule that begins with a conversation, and the rule for those beside it.
-
-    Of the first files alone: there may be a million. The rule is for one directory, as others may have documents.
-    """
-    import pyarrow as pa
-
-    lines = (path for path in paths if (found := suffixes.find(path)) and found[0] in ("json", "jsonl"))
-    for path in islice((path for path in lines if not rules.find(params.records, path)), _MOST_TRIED):
-        suffix = path[-len(suffixes.ending(path)) :]
-        file = os.path.join(params.raw_dir, path)
-        with suppress(OSError, ValueError, RecursionError), pa.input_stream(file) as raw:  # by its suffix decompressed
-            text = raw.read(1 << 20).decode("utf-8-sig", "ignore")
-            record, _ = json.JSONDecoder().raw_decode(text.lstrip("[ \t\r\n"))  # the first line, or of a list
-            for name, value in record.items() if isinstance(record, dict) else ():
-                first = value[0] if value and isinstance(value, list) else None
-                for keys, more in ({"role", "content"}, ""), ({"from", "value"}, ", role: from, content: value"):
-                    if isinstance(first, dict) and keys <= first.keys():
-                        directory, *below = Path(path).parts
-                        files = f"{directory}/**/*" * bool(below) or "*"
-                        messages = f"$.{name}" if name.isidentifier() else json.dumps(f"$['{name}']")
-                        more += ", system: $.system" * isinstance(record.get("system"), str)
-                        rule = f'{{files: "{files}{suffix}", messages: {messages}{more}}}'
-                        remedy = f"add to records: {rule}" if params.records else f"set records: [{rule}]"
-                        return printable(f"{path} has conversations, whose strings are separate documents: {remedy}")
-    return None

@@ -28,9 +28,9 @@ from typing import Any
 
 from stages.formats import json_format, jsonl, tables, yaml_format
 from stages.formats.limits import Limits
-from stages.formats.raw_content import RawContent
+from stages.formats.raw_content import UTF_8, Changed, RawContent, Rejected, Unreadable
 from stages.formats.records import Records
-from stages.formats.rules import TEXT
+from stages.formats.rules import TEXT, Rule
 from stages.formats.writer import TextWriter
 from stages.splits import suffixes
 from stages.splits.manifests import RawFile
@@ -62,6 +62,37 @@ def read(raw_dir: str, file: RawFile, encoding: str, limits: Limits, sink: TextW
             RECORD_READERS[format](content, records)
         finally:
             records.flush()
+
+
+_FIRST = Limits(longest_record=1 << 20, table=128 << 20)
+"""For the first record, which is only looked at."""
+
+
+class _FirstRecord(Records):
+    """Ends the reading of a file at its first record, without a look at the rest."""
+
+    class Found(BaseException):
+        """It has the record: no `Exception`, after which the whole file is hashed."""
+
+    def take(self, record: Any) -> None:
+        raise self.Found({**dict.fromkeys(self.names or (), ""), **record} if type(record) is dict else None)
+
+    def reject(self, rejected: Rejected) -> None:
+        raise self.Found(None)
+
+
+def first_record(raw_dir: str, path: str, fallback_encoding: str | None) -> Any:
+    """The first record of a raw file as a rule gets it, with "" for null in a table; None: it cannot be read."""
+    sink: Any = None  # gets nothing
+    for encoding in filter(None, (UTF_8, fallback_encoding)):
+        records = _FirstRecord(Rule("*", text="$"), sink, 1, _FIRST)
+        try:
+            read(raw_dir, RawFile(path, 0, ""), encoding, _FIRST, sink, records)
+        except _FirstRecord.Found as found:
+            return found.args[0]
+        except (Changed, Rejected, Unreadable, OSError):
+            pass
+    return None
 
 
 def _read_text(content: RawContent, sink: TextWriter) -> None:

@@ -1,0 +1,95 @@
+"""Rules for records whose keys are those of known data, such as Alpaca or FineWeb."""
+
+import json
+import re
+from collections.abc import Container, Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from stages.base.names import printable
+from stages.formats import rules
+from stages.formats.shard import ReadParams
+from stages.splits import suffixes
+
+_MOST_TRIED = 20
+"""Files that are looked at."""
+
+_MESSAGES: tuple[tuple[set[str], dict[str, Any]], ...] = (
+    ({"role", "content"}, {}),
+    ({"from", "value"}, {"role": "from", "content": "value"}),
+)
+_QUESTIONS = ("instruction", "question", "query", "prompt", "input")
+_ANSWERS = ("output", "response", "answer", "chosen", "completion")
+_NO_ANSWERS = {*_QUESTIONS, "rejected"}
+_UNCLEAR = {"A", "choices", "options", "label", "labels", "role"}
+"""Keys of strings that mean nothing alone: of a choice, with a label, or in a tree of messages."""
+
+
+def propose(record: Any, is_row: bool = False) -> dict[str, Any]:
+    """A rule for records like this one, without `files`, by the keys that known data has; empty: it is not known.
+
+    None either where a document is all of the text, and so is one without a rule, unless it is a row of CSV.
+    """
+    if type(record) is not dict:
+        return {}
+    strings = {name for name, value in record.items() if type(value) is str}
+    chats = {
+        name: more
+        for name, value in record.items()
+        for keys, more in _MESSAGES
+        if value and type(value) is list and type(value[0]) is dict and keys <= value[0].keys()
+    }
+
+    def first(wanted: Iterable[str], names: Container[str]) -> str | None:
+        return next((name for name in wanted if name in names), None)
+
+    def path(*names: str) -> str:
+        return f"$.{names[0]}" if len(names) == 1 and names[0].isidentifier() else f"${[*names]}"
+
+    system = {"system": path(name)} if (name := first(("system", "system_prompt"), strings)) else {}
+    question, answer = (first(wanted, chats or strings) for wanted in (_QUESTIONS, _ANSWERS))
+    if "preferred_output" in chats:  # of OpenAI
+        return {"prompt": "$.input.messages", "completion": "$.preferred_output", "tools": "$.input.tools"}
+    if chats and question and answer and record[question][0] != record[answer][0]:
+        return {"prompt": path(question), "completion": path(answer), **chats[question]}
+    if chats:  # an answer that begins with its question, as in UltraFeedback, is a conversation
+        name = first(("messages", *_ANSWERS, *(name for name in chats if name not in _NO_ANSWERS)), chats)
+        return {"messages": path(name), **chats[name], **system} if name else {}
+    if not _UNCLEAR.isdisjoint(record):
+        return {}
+    if {"instruction", "output"} <= strings:
+        return {"format": "alpaca"}
+    if question and answer:
+        more = [name for name in ("context", "input") if name in strings and name != question]
+        written = (("user", path(question, *more)), ("assistant", path(answer)))
+        return {**system, "messages": [{"role": role, "content": content} for role, content in written]}
+    text = first(("text", "content"), strings)
+    more = [name for name, value in record.items() if value and type(value) in (str, dict, list)]
+    return {"text": path(text)} if text and (is_row or more != [text]) else {}
+
+
+def find_layouts(params: ReadParams, paths: Iterable[str]) -> str | None:
+    """Names files without a rule whose first record has a known layout, and rules for them and those beside them.
+
+    Of the first files alone: there may be a million. A rule is for one directory, as others may be different.
+    """
+    from stages.formats import readers  # imports pyarrow
+
+    found: dict[str, tuple[str, str]] = {}
+    without = (path for path in paths if rules.has_records(path) and not rules.find(params.records, path))
+    for path in islice(without, _MOST_TRIED):
+        suffix = path[-len(suffixes.ending(path)) :]
+        record = readers.first_record(params.raw_dir, path, params.fallback_encoding)
+        layout = propose(record, suffix.lower().startswith((".csv", ".tsv")))
+        directory, *below = Path(path).parts
+        files = f"{directory}/**/*{suffix}" if below else f"*{suffix}"
+        # YAML, with as few quotes as a person would write.
+        written = re.sub(r'"([a-z_]+|\$[.\w]+)"', r"\1", json.dumps({"files": files, **layout}, ensure_ascii=False))
+        if layout:
+            found.setdefault(files, (path, written))
+    if not found:
+        return None
+    named, of_files = (", ".join(each) for each in zip(*found.values(), strict=True))
+    remedy = f"add to records: {of_files}" if params.records else f"set records: [{of_files}]"
+    return printable(f"each record seems to be one document or conversation in {named}: {remedy}")
