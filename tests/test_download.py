@@ -251,6 +251,17 @@ def test_a_directory_that_does_not_exist_is_not_taken_for_a_model_of_the_hub(
         resolve(name)
 
 
+def test_a_directory_that_only_dvc_or_the_project_of_a_copy_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DVC_ROOT", "project")
+    write_config("models/nano")
+    Path("project/models/base").mkdir(parents=True)
+    with pytest.raises(StageError, match=r"`dvc add models/base`, and commit models/base\.dvc$"):
+        resolve("models/base")
+    Path("models/base.dvc").touch()
+    with pytest.raises(StageError, match=r"`dvc pull models/base\.dvc`$"):
+        resolve("models/base")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

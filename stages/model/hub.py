@@ -279,7 +279,12 @@ def _refuse_directory(model_name: str) -> None:
         raise StageError(f"model_name is {model_name!r}: that is a file; use the directory that contains config.json")
     parent = next(ancestor for ancestor in path.parents if ancestor.is_dir())
     models = sorted(str(config.parent) for config in parent.glob(f"*/{CONFIG}"))
-    found = f"the models in {parent} are {', '.join(models[:10])}" if models else f"{parent} contains no models"
+    if (tracked := path.with_name(f"{path.name}.dvc")).is_file():
+        found = f"DVC tracks it: `dvc pull {tracked}`"
+    elif (Path(os.environ.get("DVC_ROOT", ".")) / path).is_dir():  # in the project that this is a copy of
+        found = f"the copy of an experiment has what git and DVC track: `dvc add {path}`, and commit {tracked}"
+    else:
+        found = f"the models in {parent} are {', '.join(models[:10])}" if models else f"{parent} contains no models"
     raise StageError(f"model_name is {model_name!r}: there is no such directory; {found}")
 
 
