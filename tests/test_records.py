@@ -327,6 +327,7 @@ LAYOUTS: dict[str, list[tuple[dict[str, Any], Any]]] = {
         ({"question": "q", "choices": ["a", "b"], "answer": "a"}, None),
         ({"text": "d", "label": ["l"], "id": 1}, None),
         ({"text": "d", "role": "prompter", "parent_id": "1"}, None),
+        ({"text": "d", "answer": "a", "annotator": "x"}, None),
         ({"text": "d", "number": 1, "none": None}, None),
         ({"prompt": turns("q"), "rejected": WRONG}, None),
         ({"answer": "a", "note": "n"}, None),

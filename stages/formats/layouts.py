@@ -66,7 +66,7 @@ def propose(record: Any, is_row: bool = False) -> dict[str, Any]:
         return {**system, "messages": [{"role": role, "content": content} for role, content in written]}
     text = first(("text", "content"), strings)
     more = [name for name, value in record.items() if value and type(value) in (str, dict, list)]
-    return {"text": path(text)} if text and (is_row or more != [text]) else {}
+    return {"text": path(text)} if text and not answer and (is_row or more != [text]) else {}
 
 
 def find_layouts(params: ReadParams, paths: Iterable[str]) -> str | None:
