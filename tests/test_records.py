@@ -354,6 +354,14 @@ def test_a_rule_that_is_proposed_gives_the_rows_that_a_layout_means(name: str) -
         shutil.rmtree("data/raw")
 
 
+def test_many_files_of_one_directory_do_not_hide_the_layout_of_another(capsys: pytest.CaptureFixture[str]) -> None:
+    put({f"a/{number:03}.jsonl": jsonl({"text": "d", "id": "1"}) for number in range(120)})
+    put({"b/c/d.jsonl": jsonl({"messages": CHAT})})
+    extract_raw()
+    rules = '{files: "a/**/*.jsonl", text: $.text}, {files: "b/**/*.jsonl", messages: $.messages}'
+    assert f" in a/000.jsonl, b/c/d.jsonl: set records: [{rules}]\n" in capsys.readouterr().out
+
+
 def test_a_proposal_knows_columns_that_are_null_in_the_first_row_and_other_encodings() -> None:
     rows = [{"context": None, "question": "q", "answer": "a"}, {"context": "c", "question": "q", "answer": "a"}]
     put({"b.csv": "question,answer\né,è".encode("cp1252")})

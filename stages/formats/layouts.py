@@ -3,8 +3,6 @@
 import json
 import re
 from collections.abc import Container, Iterable
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from stages.base.names import printable
@@ -12,7 +10,7 @@ from stages.formats import rules
 from stages.formats.shard import ReadParams
 from stages.splits import suffixes
 
-_MOST_TRIED = 20
+_MOST_TRIED = 100
 """Files that are looked at."""
 
 _MESSAGES: tuple[tuple[set[str], dict[str, Any]], ...] = (
@@ -72,22 +70,26 @@ def propose(record: Any, is_row: bool = False) -> dict[str, Any]:
 def find_layouts(params: ReadParams, paths: Iterable[str]) -> str | None:
     """Names files without a rule whose first record has a known layout, and rules for them and those beside them.
 
-    Of the first files alone: there may be a million. A rule is for one directory, as others may be different.
+    A rule is for the files of one directory and suffix, as others may be different. The first one stands for them.
     """
     from stages.formats import readers  # imports pyarrow
 
     found: dict[str, tuple[str, str]] = {}
-    without = (path for path in paths if rules.has_records(path) and not rules.find(params.records, path))
-    for path in islice(without, _MOST_TRIED):
+    tried: set[str] = set()
+    for path in paths:
         suffix = path[-len(suffixes.ending(path)) :]
-        record = readers.first_record(params.raw_dir, path, params.fallback_encoding)
-        layout = propose(record, suffix.lower().startswith((".csv", ".tsv")))
-        directory, *below = Path(path).parts
+        directory, *below = path.split("/")
         files = f"{directory}/**/*{suffix}" if below else f"*{suffix}"
-        # YAML, with as few quotes as a person would write.
-        written = re.sub(r'"([a-z_]+|\$[.\w]+)"', r"\1", json.dumps({"files": files, **layout}, ensure_ascii=False))
-        if layout:
-            found.setdefault(files, (path, written))
+        if files in tried or not rules.has_records(path) or rules.find(params.records, path):
+            continue
+        if len(tried) == _MOST_TRIED:
+            break
+        tried.add(files)
+        record = readers.first_record(params.raw_dir, path, params.fallback_encoding)
+        if layout := propose(record, suffix.lower().startswith((".csv", ".tsv"))):
+            # YAML, with as few quotes as a person would write.
+            text = re.sub(r'"([a-z_]+|\$[.\w]+)"', r"\1", json.dumps({"files": files, **layout}, ensure_ascii=False))
+            found[files] = path, text
     if not found:
         return None
     named, of_files = (", ".join(each) for each in zip(*found.values(), strict=True))
