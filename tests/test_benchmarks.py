@@ -17,9 +17,12 @@ from unittest import mock
 
 import psutil
 import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from stages.base import code
 from stages.base.history import HISTORY
+from stages.forward.attention import deactivate_kernels
 from tests.project import REPO, Project, wait_for
 from tests.ranks import Ranks
 from tests.trainings import newest_checkpoint
@@ -78,6 +81,23 @@ def test_the_steps_that_are_timed_are_those_of_a_training(training: Project, ran
     # Documents of 21 and 11 tokens, or a row of 32.
     assert results["varlen"]["tokens attended to"] == pytest.approx((21 * 11 + 11 * 6) / 32)
     assert results["without"]["tokens attended to"] == 33 / 2
+
+
+def test_steps_with_sdpa_call_the_kernels_of_a_training(
+    here: Project, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never cuDNN, which torch prefers on some GPUs, and whatever the process has timed before."""
+    from benchmarks.gpu import steps
+
+    def build(*args: Any, **options: Any) -> None:
+        raise InterruptedError(torch.backends.cuda.cudnn_sdp_enabled())
+
+    monkeypatch.setattr(steps.sharded_model, "build", build)
+    try:
+        with pytest.raises(InterruptedError, match="False"):
+            steps.measure(steps.with_settings({"attention": "sdpa", "batch_size": 8}, num_ranks=1), num_steps=1)
+    finally:
+        deactivate_kernels()
 
 
 ABSENT = r"(?s)usage: .*error: --work: absent/directory is no directory: create it on a fast disk\n"

@@ -132,8 +132,8 @@ def measure(params: TrainParams, num_steps: int) -> dict[str, Any]:
     mesh = device_mesh(params.fsdp.mesh_shape(num_ranks, int(os.environ["LOCAL_WORLD_SIZE"])), timeout_minutes=10)
     torch.manual_seed(params.seed)
     on_gpu = device_type() == "cuda"
-    if params.attention == "varlen":
-        activate_kernels()
+    # As the training: `sdpa` never calls cuDNN, nor what `varlen` called at the setting before.
+    activate_kernels(None if params.attention == "varlen" else ())
     has_to_be_made = not manifest.weights and (on_gpu or params.lora_r)
     build = build_random if has_to_be_made else partial(sharded_model.build, initialize=True)
     model = build(manifest, params, mesh).train()
