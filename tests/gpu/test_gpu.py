@@ -89,7 +89,7 @@ COMPILED = """
 import gc
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from stages.forward import attention
+from stages.forward.attention import activate_kernels
 from stages.forward.attention_names import IMPLEMENTATIONS
 from stages.forward.batch import make_batch
 from stages.forward.loss import loss_sum
@@ -97,6 +97,7 @@ from stages.forward.transfer import to_device
 from stages.building.activation_checkpointing import checkpoint_activations
 sizes = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=512,
              num_hidden_layers=2, vocab_size=512, sliding_window=100, pad_token_id=None)
+activate_kernels(())  # as a training with sdpa: never cuDNN, which torch prefers on some GPUs
 def gradient(attention, kind, compiles):
     torch.compiler.reset()  # or flex would not be compiled any more after eight recompilations
     torch.manual_seed(0)
