@@ -87,33 +87,13 @@ def organize(
     root, sources = find_root(params.raw_dir), params.sources or []
     check_sources(root, sources)
     paths_of, passed_over = find_files(root, sources)
-    paths = [*chain.from_iterable(paths_of.values())]
-    part_sizes: dict[str, int] = {}
-    large: dict[str, tuple[int, int]] = {}
-    for source, own in paths_of.items():  # each fills its own splits, however small it is beside the others
-        part_sizes[source], sizes = find_large(root, own, params.num_splits, smallest_part)
-        large |= {path: (size, part_sizes[source]) for path, size in sizes.items()}
-    with tqdm(total=len(paths), desc="organize", unit="file", disable=None) as progress:
-        cut = cut_all(root, large, runtime, progress)
-        others = [path for path in paths if path not in cut]
-        whole, unreadable = measure_all(root, others, runtime, files_per_task, progress)
-    file_of = {path_of(file): file for file in [*whole, *cut.values()]}
-    files = [file_of[path] for path in sorted(file_of)]
+    file_of, part_sizes, unreadable = measure_files(
+        root, paths_of, params.num_splits, runtime, files_per_task, smallest_part
+    )
     passed_over += unreadable
-    reasons = dict(sorted(Counter(item.reason for item in passed_over).items()))
-    if not files:
-        raise StageError(
-            f"raw_dir {params.raw_dir!r} contains no file that can be read ({kinds(passed_over) or 'it is empty'}): "
-            f"put files there that end in {' '.join(suffixes.FORMATS)}"
-        )
     of_source = {source: [file_of[path] for path in own if path in file_of] for source, own in paths_of.items()}
-    if empty := [source for source, found in of_source.items() if not found]:
-        in_empty = tuple(f"{source}/" for source in empty)
-        why = kinds([item for item in passed_over if f"{item.path}/".startswith(in_empty)])  # a source may be a link
-        raise StageError(
-            f"sources: {', '.join(empty)} has no file that is read ({why or 'it is empty'}): leave it out, or put "
-            "files there"
-        )
+    check_found(params.raw_dir, of_source, passed_over)
+    files = [file_of[path] for path in sorted(file_of)]
     members = [
         split for source, found in of_source.items() for split in assign(found, params.num_splits, part_sizes[source])
     ]
@@ -129,7 +109,7 @@ def organize(
             splits=[write_split(directory, index, member) for index, member in enumerate(members)],
             sources=sources,
             names_not_utf8=[printable(path) for path in map(path_of, files) if not is_utf8(path)][:num_listed],
-            passed_over_counts=reasons,
+            passed_over_counts=dict(sorted(Counter(item.reason for item in passed_over).items())),
             passed_over=[
                 splits.PassedOver(printable(item.path), item.reason)
                 for item in sorted(passed_over, key=tree.by_path)[:num_listed]
@@ -142,6 +122,48 @@ def organize(
         (len(members), "splits", f"{min(shares):.1%} to {max(shares):.1%} of the bytes each{cut_into}"),
         (len(passed_over), "skipped", f"{kinds(passed_over)}: see {target / splits.SUMMARY}" if passed_over else ""),
     )
+
+
+def measure_files(
+    root: Path,
+    paths_of: Mapping[str, list[str]],
+    num_splits: int,
+    runtime: OrganizeRuntime,
+    files_per_task: int,
+    smallest_part: int,
+) -> tuple[dict[str, File], dict[str, int], list[splits.PassedOver]]:
+    """The raw files of all sources, by their paths; the size of parts of each source; and what cannot be read."""
+    part_sizes: dict[str, int] = {}
+    large: dict[str, tuple[int, int]] = {}
+    for source, own in paths_of.items():  # each fills its own splits, however small it is beside the others
+        part_sizes[source], sizes = find_large(root, own, num_splits, smallest_part)
+        large |= {path: (size, part_sizes[source]) for path, size in sizes.items()}
+    paths = [*chain.from_iterable(paths_of.values())]
+    with tqdm(total=len(paths), desc="organize", unit="file", disable=None) as progress:
+        cut = cut_all(root, large, runtime, progress)
+        others = [path for path in paths if path not in cut]
+        whole, unreadable = measure_all(root, others, runtime, files_per_task, progress)
+    return {path_of(file): file for file in [*whole, *cut.values()]}, part_sizes, unreadable
+
+
+def check_found(raw_dir: str, of_source: Mapping[str, list[File]], passed_over: Sequence[splits.PassedOver]) -> None:
+    """Check that each source has a file.
+
+    Raises:
+        StageError: one has none that can be read.
+    """
+    if not any(of_source.values()):
+        raise StageError(
+            f"raw_dir {raw_dir!r} contains no file that can be read ({kinds(passed_over) or 'it is empty'}): "
+            f"put files there that end in {' '.join(suffixes.FORMATS)}"
+        )
+    if empty := [source for source, found in of_source.items() if not found]:
+        in_empty = tuple(f"{source}/" for source in empty)
+        why = kinds([item for item in passed_over if f"{item.path}/".startswith(in_empty)])  # a source may be a link
+        raise StageError(
+            f"sources: {', '.join(empty)} has no file that is read ({why or 'it is empty'}): leave it out, or put "
+            "files there"
+        )
 
 
 def find_files(root: Path, sources: Sequence[str]) -> tuple[dict[str, list[str]], list[splits.PassedOver]]:
