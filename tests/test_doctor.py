@@ -332,6 +332,13 @@ def test_a_project_that_dvc_cannot_read(tmp_path: Path, dvc: Callable[..., Confi
     assert "rwlock is empty, as a DVC that was killed" in errors(check)
     (tmp_path / ".dvc/tmp/rwlock").write_text("{}")
     assert not errors(check)
+    (tmp_path / "dvc.yaml").write_text("stages: {a: {cmd: 'true', outs: [outputs/a]}}\n")
+    (tmp_path / "outputs").symlink_to("/dev/shm", target_is_directory=True)
+    assert "outputs leads to /dev/shm, and DVC refuses" in errors(check)
+    dvc("[core]\n    analytics = false\n    no_scm = true\n")
+    assert not errors(check)
+    (tmp_path / "outputs").unlink()
+    dvc()
     shutil.rmtree(tmp_path / ".git")
     without_git = errors(check)
     assert "has no .git: run `dvc config --local core.no_scm true`, or `git init`" in without_git

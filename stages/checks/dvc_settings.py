@@ -21,6 +21,7 @@ def read(project: Path = Path()) -> Found[Config]:
         with Repo(str(project.absolute())) as repo:
             repo.index.check_graph()
             config = repo.config
+            parents = {Path(out.fs_path).parent for out in repo.index.outs if out.is_in_repo}
     except DvcException as problem:
         if "is not a git repository" in str(problem):
             raise StageError(
@@ -36,6 +37,12 @@ def read(project: Path = Path()) -> Found[Config]:
             f"{locks} is empty, as a DVC that was killed in the wrong moment leaves it: if no DVC runs in this clone, "
             "delete it"
         )
+    for parent in sorted(parents) * (not config["core"]["no_scm"]):
+        if not (target := parent.resolve()).is_relative_to(project.resolve()):
+            raise StageError(
+                f"{parent} leads to {target}, and DVC refuses results outside of git's directory: make it a directory; "
+                "CHECKPOINT_ROOT and `dvc cache dir --local DIR` move what is large to another disk"
+            )
     yield ok("DVC can read the project")
     return config
 
