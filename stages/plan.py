@@ -102,10 +102,11 @@ def check_disk(params: TrainParams, runtime: TrainRuntime, plan: Plan) -> None:
     earlier = describe(params).directory  # of a launch that this one resumes
     free = shutil.disk_usage(disk).free + size_of(earlier)
     if free < needed:
+        lower = "lower runtime.keep_checkpoints, " * (runtime.keep_checkpoints > 2)
         raise StageError(
             f"{root}: No space left on device: {counted(num_checkpoints, 'checkpoint')} and the model need "
-            f"{format_gib(needed)}, and {format_gib(free)} are free: free some space, lower runtime.keep_checkpoints, "
-            "or set CHECKPOINT_ROOT to a larger disk, and run again"
+            f"{format_gib(needed)}, and {format_gib(free)} are free: free some space, {lower}or set CHECKPOINT_ROOT to "
+            "a larger disk, and run again"
         )
 
 
