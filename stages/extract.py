@@ -143,7 +143,7 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
             dataset.write(directory)
     # Only after success: what a failed run finished is what the next one reuses.
     store.trim(int(runtime.reuse_gib * 2**30))
-    for line in warnings(params, summary, results, metrics):
+    for line in warnings(params, summary, results, metrics, limits):
         print(line)
     # Not the empty ones, which are all equal: all but the first come from the store in any run.
     used = [result.is_reused for result, split in zip(results, summary.splits, strict=True) if split.files]
@@ -201,7 +201,7 @@ def check_text(metrics: Metrics, max_rejected_files: int) -> None:
 
 
 def warnings(
-    params: ExtractParams, summary: splits.Summary, results: Sequence[SplitResult], metrics: Metrics
+    params: ExtractParams, summary: splits.Summary, results: Sequence[SplitResult], metrics: Metrics, limits: Limits
 ) -> Iterator[str]:
     """What people may not have meant: files without a rule, without text, or in another encoding."""
     if num_files := sum(result.counts.structured_files for result in results):
@@ -209,7 +209,7 @@ def warnings(
             f"note: {counted(num_files, 'file')} without a rule (docs/formats.md): each CSV file is a document, and "
             "each string of the others"
         )
-        if found := layouts.find_layouts(params, raw_paths(summary)):
+        if found := layouts.find_layouts(params, raw_paths(summary), limits):
             yield f"warning: {found}"
     if silent := find_silent(results):
         yield (

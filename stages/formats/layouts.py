@@ -7,6 +7,7 @@ from typing import Any
 
 from stages.base.names import printable
 from stages.formats import rules
+from stages.formats.limits import Limits
 from stages.formats.shard import ReadParams
 from stages.splits import suffixes
 
@@ -67,7 +68,7 @@ def propose(record: Any, is_row: bool = False) -> dict[str, Any]:
     return {"text": path(text)} if text and not answer and (is_row or more != [text]) else {}
 
 
-def find_layouts(params: ReadParams, paths: Iterable[str]) -> str | None:
+def find_layouts(params: ReadParams, paths: Iterable[str], limits: Limits) -> str | None:
     """Names files without a rule whose first record has a known layout, and rules for them and those beside them.
 
     A rule is for the files of one directory and suffix, as others may be different. The first one stands for them.
@@ -85,7 +86,7 @@ def find_layouts(params: ReadParams, paths: Iterable[str]) -> str | None:
         if len(tried) == _MOST_TRIED:
             break
         tried.add(files)
-        record = readers.first_record(params.raw_dir, path, params.fallback_encoding)
+        record = readers.first_record(params.raw_dir, path, params.fallback_encoding, limits)
         if layout := propose(record, suffix.lower().startswith((".csv", ".tsv"))):
             # YAML, with as few quotes as a person would write.
             text = re.sub(r'"([a-z_]+|\$[.\w]+)"', r"\1", json.dumps({"files": files, **layout}, ensure_ascii=False))

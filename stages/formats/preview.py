@@ -64,7 +64,7 @@ def preview(file: Path, params: ReadParams) -> str:
             + f", of {params.min_chars} characters or more" * (params.min_chars > 1),
             *map(str, join_parts(result.rejected, NUM_PREVIEWED)),
             *(count_rules(params.records, [result])[found[0]].describe() if found else ()),
-            *filter(None, [find_layouts(params, [path])]),
+            *filter(None, [find_layouts(params, [path], LIMITS)]),
         ]
     )
 

@@ -23,6 +23,7 @@ table is `RECORD_READERS`.
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -64,10 +65,6 @@ def read(raw_dir: str, file: RawFile, encoding: str, limits: Limits, sink: TextW
             records.flush()
 
 
-_FIRST = Limits(longest_record=1 << 20, table=128 << 20)
-"""For the first record, which is only looked at."""
-
-
 class _FirstRecord(Records):
     """Ends the reading of a file at its first record, without a look at the rest."""
 
@@ -81,13 +78,15 @@ class _FirstRecord(Records):
         raise self.Found(None)
 
 
-def first_record(raw_dir: str, path: str, fallback_encoding: str | None) -> Any:
+def first_record(raw_dir: str, path: str, fallback_encoding: str | None, limits: Limits) -> Any:
     """The first record of a raw file as a rule gets it, with "" for null in a table; None: it cannot be read."""
     sink: Any = None  # gets nothing
+    # It is only looked at, beside the results of the stage.
+    limits = replace(limits, longest_record=limits.longest_record // 32, table=limits.table // 8)
     for encoding in filter(None, (UTF_8, fallback_encoding)):
-        records = _FirstRecord(Rule("*", text="$"), sink, 1, _FIRST)
+        records = _FirstRecord(Rule("*", text="$"), sink, 1, limits)
         try:
-            read(raw_dir, RawFile(path, 0, ""), encoding, _FIRST, sink, records)
+            read(raw_dir, RawFile(path, 0, ""), encoding, limits, sink, records)
         except _FirstRecord.Found as found:
             return found.args[0]
         except (Changed, Rejected, Unreadable, OSError):
