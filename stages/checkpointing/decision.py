@@ -43,6 +43,8 @@ compared, step by step."""
 
 _ADDED = {"context_parallel": 1, "lora_base": None}
 """Parameters that older runs do not have, and what these did."""
+_DIGESTS = {"data.train": "it was trained on other tokens", "model": "it began with another initial model"}
+"""What to say of parts of an identity that are digests, which tell a person nothing."""
 
 Resume = Literal["auto", "never", "own"]
 """`runtime.resume`; `own`: it is `never`, and this is a restart, whose checkpoints must not be deleted."""
@@ -288,5 +290,5 @@ def _obstacles(theirs: RunIdentity, ours: RunIdentity, ignored: set[str]) -> lis
         # another version of the code, so it counts although it is ignored.
         is_ignored = parameter.partition(".")[0] in ignored and ABSENT not in (old, new)
         if not (name in ("code", "data.validation") or (section == "params" and is_ignored)):
-            lines.append(f"{name}: {old} there, {new} here")
+            lines.append(_DIGESTS.get(name) or f"{name}: {old} there, {new} here")
     return lines
