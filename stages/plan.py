@@ -59,8 +59,6 @@ class PlanParams:
 def main() -> None:
     """Run the stage."""
     command.parser(__doc__).parse_args()
-    from stages.planning import preview  # imports torch
-
     params, extra = load_params(TrainParams), load_params(PlanParams)
     runtime = load_params(TrainRuntime, "runtime")
     public.check(extra.tasks)
@@ -80,6 +78,8 @@ def main() -> None:
         if peak is not None and limit is not None:
             could_adapt = params.lora_r is None and bool(model.weights)
             memory_plan.check_fits(peak, peaks, limit, could_adapt)
+        from stages.planning import preview  # imports torch: after CUDA_VISIBLE_DEVICES, and after the parameters
+
         rows = preview.first_rows(params, model)
         plan = dataclasses.replace(plan, num_ranks=num_ranks, peak=peak, peaks=peaks or None)
         print(table(*_summary(params, runtime, plan, model, step)))

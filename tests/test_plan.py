@@ -78,6 +78,14 @@ def planned(here: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     return output
 
 
+def test_a_wrong_parameter_is_refused_before_torch_is_imported(here: Project) -> None:
+    here.set(lr="wrong")
+    code = "import sys; from stages import plan; from stages.base import command\n"
+    script = f"{code}try:\n command.run(plan.main)\nfinally:\n print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "lr is 'wrong'" in found.stderr and found.stdout == "False\n"
+
+
 @pytest.mark.parametrize("num_ranks", [None, 1, 2, 3, 4])
 def test_proposed_numbers_of_rows_are_accepted(params: TrainParams, num_ranks: int | None) -> None:
     changed = dataclasses.replace(params, batch_size=3, total_batch_size=16)
