@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -316,6 +317,10 @@ LAYOUTS: dict[str, list[tuple[dict[str, Any], Any]]] = {
         ({"prompt": turns("q"), "completion": ANSWER}, PAIR),
         ({"prompt": turns("q"), "rejected": WRONG, "chosen": ANSWER}, PAIR),
         ({"input": {"messages": turns("q")}, "preferred_output": ANSWER, "non_preferred_output": WRONG}, PAIR),
+        ({"instruction": "q", "output": "a", "system_prompt": "s"}, [SYSTEM, *turns("q", "a")]),
+        ({"instruction": "q", "output": "a", "context": "c"}, turns("q\nc", "a")),
+        ({"question": "q", "solution": "a", "answer": "42"}, turns("q", "a")),
+        ({"conversation": turns("q", "a"), "conversation_before": turns("q", "wrong")}, turns("q", "a")),
     ],
     "document": [
         ({"id": "1", "url": "u", "title": "t", "text": "d"}, "d"),
@@ -330,6 +335,15 @@ LAYOUTS: dict[str, list[tuple[dict[str, Any], Any]]] = {
         ({"text": "d", "answer": "a", "annotator": "x"}, None),
         ({"text": "d", "number": 1, "none": None}, None),
         ({"prompt": turns("q"), "rejected": WRONG}, None),
+        ({"prompt": "q", "chosen": ANSWER, "rejected": WRONG}, None),
+        ({"conversation_a": turns("q", "a"), "conversation_b": turns("q", "b"), "winner": "model_b"}, None),
+        ({"context": turns("q", "a"), "response1": "a", "response2": "b"}, None),
+        ({"conversations": [{"from": "human", "value": "q"}], "chosen": {"from": "gpt", "value": "a"}}, None),
+        ({"input": "q", "preferred_output": ANSWER, "non_preferred_output": WRONG}, None),
+        ({"instruction": "Answer.", "question": "q", "answer": "a"}, None),
+        ({"instruction": "Answer.", "question": "q", "output": "a"}, None),
+        ({"question": "q", "option_a": "a", "option_b": "b", "answer": "A"}, None),
+        ({"text": "d", "summary": "s", "title": "t"}, None),
         ({"answer": "a", "note": "n"}, None),
     ],
 }  # fmt: skip
@@ -368,6 +382,15 @@ def test_a_proposal_knows_columns_that_are_null_in_the_first_row_and_other_encod
     pq.write_table(pa.Table.from_pylist(rows), "data/raw/a.parquet")
     assert "content: \"$['question', 'context']\"}" in show("a.parquet")
     assert show("b.csv").endswith("{role: user, content: $.question}, {role: assistant, content: $.answer}]}]")
+
+
+@pytest.mark.parametrize("directory", ['a [b], {c}: it\'s "d"', "é中\xa0\n", os.fsdecode(b"caf\xe9")])
+@pytest.mark.parametrize("key", ["a b", 'it\'s "c"', "é中", "a\xa0b\\"])
+def test_a_proposal_fits_names_of_any_characters(directory: str, key: str) -> None:
+    put({f"{directory}/a.jsonl": jsonl({key: CHAT})})
+    last = show(f"{directory}/a.jsonl").split("\n")[-1]
+    extract_raw(records=yaml.safe_load(last.split("set records: ")[1]))
+    assert read_rows() == [{"messages": CHAT}]
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:

@@ -19,10 +19,15 @@ _MESSAGES: tuple[tuple[set[str], dict[str, Any]], ...] = (
     ({"from", "value"}, {"role": "from", "content": "value"}),
 )
 _QUESTIONS = ("instruction", "question", "query", "prompt", "input")
-_ANSWERS = ("output", "response", "answer", "chosen", "completion")
-_NO_ANSWERS = {*_QUESTIONS, "rejected"}
-_UNCLEAR = {"A", "choices", "options", "label", "labels", "role"}
-"""Keys of strings that mean nothing alone: of a choice, with a label, or in a tree of messages."""
+_ANSWERS = ("output", "response", "solution", "answer", "chosen", "completion")
+_CONVERSATIONS = ("messages", "conversations", "conversation", *_ANSWERS)
+_NO_CONVERSATIONS = {*_QUESTIONS, "context", "rejected"}
+_ASKING = {"user", "human", "system", "developer"}
+"""Roles of which none answers."""
+_REQUESTS = {"instruction", "question", "query"}
+"""Keys of which one may be the request, and another one what it is about."""
+_UNCLEAR = re.compile("[Aa]|op[a-d]|(choice|option|label).*|role|sentiment|summary|target")
+"""Keys of records whose strings mean nothing alone: with choices, a label or a summary, or in a tree of messages."""
 
 
 def propose(record: Any, is_row: bool = False) -> dict[str, Any]:
@@ -44,20 +49,27 @@ def propose(record: Any, is_row: bool = False) -> dict[str, Any]:
         return next((name for name in wanted if name in names), None)
 
     def path(*names: str) -> str:
-        return f"$.{names[0]}" if len(names) == 1 and names[0].isidentifier() else f"${[*names]}"
+        is_plain = len(names) == 1 and names[0].isidentifier()
+        return f"$.{names[0]}" if is_plain else f"$[{', '.join(map(_quoted, names))}]"
+
+    def has_answers(name: str) -> bool:
+        key = chats[name].get("role", "role")
+        roles = {str(message.get(key)).lower() for message in record[name] if type(message) is dict}
+        return not roles <= _ASKING and (len(roles) > 1 or name not in _ANSWERS)
 
     system = {"system": path(name)} if (name := first(("system", "system_prompt"), strings)) else {}
     question, answer = (first(wanted, chats or strings) for wanted in (_QUESTIONS, _ANSWERS))
-    if "preferred_output" in chats:  # of OpenAI
+    if "preferred_output" in chats and type(record.get("input")) is dict:  # of OpenAI
         return {"prompt": "$.input.messages", "completion": "$.preferred_output", "tools": "$.input.tools"}
     if chats and question and answer and record[question][0] != record[answer][0]:
         return {"prompt": path(question), "completion": path(answer), **chats[question]}
     if chats:  # an answer that begins with its question, as in UltraFeedback, is a conversation
-        name = first(("messages", *_ANSWERS, *(name for name in chats if name not in _NO_ANSWERS)), chats)
+        names = [name for name in chats if name not in _NO_CONVERSATIONS and has_answers(name)]
+        name = first(_CONVERSATIONS, names) or (names[0] if len(names) == 1 else None)  # not one of two to compare
         return {"messages": path(name), **chats[name], **system} if name else {}
-    if not _UNCLEAR.isdisjoint(record):
+    if any(map(_UNCLEAR.fullmatch, record)) or len(_REQUESTS & strings) > 1:
         return {}
-    if {"instruction", "output"} <= strings:
+    if {"instruction", "output"} <= strings and strings.isdisjoint({"system_prompt", "context"}):
         return {"format": "alpaca"}
     if question and answer:
         more = [name for name in ("context", "input") if name in strings and name != question]
@@ -66,6 +78,12 @@ def propose(record: Any, is_row: bool = False) -> dict[str, Any]:
     text = first(("text", "content"), strings)
     more = [name for name, value in record.items() if value and type(value) in (str, dict, list)]
     return {"text": path(text)} if text and not answer and (is_row or more != [text]) else {}
+
+
+def _quoted(name: str) -> str:
+    """The name in a path, with the escapes of JSON: a path has no others."""
+    inner = json.dumps(name, ensure_ascii=False)[1:-1].replace(r"\"", '"')
+    return "'{}'".format(inner.replace("'", r"\'"))
 
 
 def find_layouts(params: ReadParams, paths: Iterable[str], limits: Limits) -> str | None:
@@ -88,8 +106,9 @@ def find_layouts(params: ReadParams, paths: Iterable[str], limits: Limits) -> st
         tried.add(files)
         record = readers.first_record(params.raw_dir, path, params.fallback_encoding, limits)
         if layout := propose(record, suffix.lower().startswith((".csv", ".tsv"))):
-            # YAML, with as few quotes as a person would write.
-            text = re.sub(r'"([a-z_]+|\$[.\w]+)"', r"\1", json.dumps({"files": files, **layout}, ensure_ascii=False))
+            # A byte of no UTF-8 cannot be written. Else YAML, with as few quotes as a person would write.
+            rule = {"files": re.sub("[\udc80-\udcff]", "?", files), **layout}
+            text = re.sub(r'"([a-z_]+|\$[.\w]+)"', r"\1", json.dumps(rule, ensure_ascii=False))
             found[files] = path, text
     if not found:
         return None
