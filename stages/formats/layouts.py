@@ -1,8 +1,9 @@
 """Rules for records whose keys are those of known data, such as Alpaca or FineWeb."""
 
 import json
+import os
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from stages.base.names import printable
@@ -11,8 +12,13 @@ from stages.formats.limits import Limits
 from stages.formats.shard import ReadParams
 from stages.splits import suffixes
 
-_MOST_TRIED = 100
-"""Files that are looked at."""
+_MOST_TRIED, _MOST_BELOW = 100, 10
+"""Files that are looked at: of all, and of one suffix below one directory in `raw_dir`."""
+_MOST_RULES = 4
+"""For directories in `raw_dir` with one layout; more get one rule together."""
+
+_Looked = dict[str, tuple[str, dict[str, Any]]]
+"""By their directory, the paths of files that were looked at, and their layouts."""
 
 _MESSAGES: tuple[tuple[set[str], dict[str, Any]], ...] = (
     ({"role", "content"}, {}),
@@ -89,29 +95,62 @@ def _quoted(name: str) -> str:
 def find_layouts(params: ReadParams, paths: Iterable[str], limits: Limits) -> str | None:
     """Names files without a rule whose first record has a known layout, and rules for them and those beside them.
 
-    A rule is for the files of one directory and suffix, as others may be different. The first one stands for them.
+    The first file stands for those of its directory with the same suffix. Where all directories that were looked at
+    have one layout, a rule is for what is below them, too.
     """
     from stages.formats import readers  # imports pyarrow
 
-    found: dict[str, tuple[str, str]] = {}
-    tried: set[str] = set()
+    looked: dict[str, dict[str, _Looked]] = {}  # by suffix, and by the first directory of the path
+    num_tried = 0
     for path in paths:
-        suffix = path[-len(suffixes.ending(path)) :]
-        directory, *below = path.split("/")
-        files = f"{directory}/**/*{suffix}" if below else f"*{suffix}"
-        if files in tried or not rules.has_records(path) or rules.find(params.records, path):
+        suffix, directory = path[-len(suffixes.ending(path)) :], path.rpartition("/")[0]
+        top = directory.split("/")[0]
+        below = looked.get(suffix, {}).get(top, {})
+        if directory in below or len(below) == _MOST_BELOW:
             continue
-        if len(tried) == _MOST_TRIED:
+        if not rules.has_records(path) or rules.find(params.records, path):
+            continue
+        if num_tried == _MOST_TRIED:
             break
-        tried.add(files)
+        num_tried += 1
         record = readers.first_record(params.raw_dir, path, params.fallback_encoding, limits)
-        if layout := propose(record, suffix.lower().startswith((".csv", ".tsv"))):
-            # A byte of no UTF-8 cannot be written. Else YAML, with as few quotes as a person would write.
-            rule = {"files": re.sub("[\udc80-\udcff]", "?", files), **layout}
-            text = re.sub(r'"([a-z_]+|\$[.\w]+)"', r"\1", json.dumps(rule, ensure_ascii=False))
-            found[files] = path, text
+        layout = propose(record, suffix.lower().startswith((".csv", ".tsv")))
+        looked.setdefault(suffix, {}).setdefault(top, {})[directory] = path, layout
+    found = [
+        (path, _written(files, layout))
+        for suffix, tops in looked.items()
+        for path, files, layout in _files_of(suffix, tops)
+        if layout
+    ]
     if not found:
         return None
-    named, of_files = (", ".join(each) for each in zip(*found.values(), strict=True))
+    named, of_files = (", ".join(each) for each in zip(*found, strict=True))
     remedy = f"add to records: {of_files}" if params.records else f"set records: [{of_files}]"
     return printable(f"each record seems to be one document or conversation in {named}: {remedy}")
+
+
+def _files_of(suffix: str, tops: Mapping[str, _Looked]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Paths that were looked at, the globs that they stand for, and the layouts."""
+    every = [each for below in tops.values() for each in below.values()]
+    if len(tops) > _MOST_RULES and _is_one(every):
+        path, layout = every[0]
+        yield path, f"**/*{suffix}", layout
+        return
+    for below in tops.values():
+        if _is_one(below.values()):
+            path, layout = next(iter(below.values()))
+            common = os.path.commonpath(below)
+            yield path, f"{common}/**/*{suffix}" if common else f"*{suffix}", layout
+        else:
+            yield from ((path, f"{directory}/*{suffix}", layout) for directory, (path, layout) in below.items())
+
+
+def _is_one(looked: Collection[tuple[str, dict[str, Any]]]) -> bool:
+    first, *others = (layout for _, layout in looked)
+    return all(layout == first for layout in others)
+
+
+def _written(files: str, layout: dict[str, Any]) -> str:
+    """A rule as YAML, with as few quotes as a person would write."""
+    rule = {"files": re.sub("[\udc80-\udcff]", "?", files), **layout}  # a byte of no UTF-8 cannot be written
+    return re.sub(r'"([a-z_]+|\$[.\w]+)"', r"\1", json.dumps(rule, ensure_ascii=False))
