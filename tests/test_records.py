@@ -309,6 +309,7 @@ LAYOUTS: dict[str, list[tuple[dict[str, Any], Any]]] = {
         ({"prompt": "q", "completion": "a"}, turns("q", "a")),
         ({"prompt": "q", "chosen": "a", "rejected": "wrong"}, turns("q", "a")),
         ({"input": "q", "output": "a"}, turns("q", "a")),
+        ({"prompt": "q2", "response": "a2", "history": [["q", "a"]]}, [*turns("q", "a"), *turns("q2", "a2")]),
         ({"system_prompt": "s", "question": "q", "response": "a"}, [SYSTEM, *turns("q", "a")]),
         ({"prompt": "q", "messages": turns("q", "a")}, turns("q", "a")),
         ({"prompt": "q", "rejected": [*turns("q"), *WRONG], "chosen": turns("q", "a")}, turns("q", "a")),

@@ -80,7 +80,8 @@ def propose(record: Any, is_row: bool = False) -> dict[str, Any]:
     if question and answer:
         more = [name for name in ("context", "input") if name in strings and name != question]
         written = (("user", path(question, *more)), ("assistant", path(answer)))
-        return {**system, "messages": [{"role": role, "content": content} for role, content in written]}
+        history = {"history": "$.history"} if type(record.get("history")) is list else {}  # of ChatGLM
+        return {**system, **history, "messages": [{"role": role, "content": content} for role, content in written]}
     text = first(("text", "content"), strings)
     more = [name for name, value in record.items() if value and type(value) in (str, dict, list)]
     return {"text": path(text)} if text and not answer and (is_row or more != [text]) else {}
