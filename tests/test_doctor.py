@@ -338,6 +338,10 @@ def test_a_project_that_dvc_cannot_read(tmp_path: Path, dvc: Callable[..., Confi
     dvc("[core]\n    analytics = false\n    no_scm = true\n")
     assert not errors(check)
     (tmp_path / "outputs").unlink()
+    (tmp_path / "room/.dvc").mkdir(parents=True)
+    (tmp_path / "room/outputs").symlink_to(tmp_path, target_is_directory=True)
+    shutil.copy(tmp_path / "dvc.yaml", tmp_path / "room")
+    assert not errors(partial(dvc_settings.read, tmp_path / "room"))  # a project that is a directory of git's
     dvc()
     shutil.rmtree(tmp_path / ".git")
     without_git = errors(check)

@@ -20,7 +20,7 @@ def read(project: Path = Path()) -> Found[Config]:
     try:
         with Repo(str(project.absolute())) as repo:
             repo.index.check_graph()
-            config = repo.config
+            config, root = repo.config, Path(repo.scm.root_dir).resolve()
             parents = {Path(out.fs_path).parent for out in repo.index.outs if out.is_in_repo}
     except DvcException as problem:
         if "is not a git repository" in str(problem):
@@ -38,7 +38,7 @@ def read(project: Path = Path()) -> Found[Config]:
             "delete it"
         )
     for parent in sorted(parents) * (not config["core"]["no_scm"]):
-        if not (target := parent.resolve()).is_relative_to(project.resolve()):
+        if not (target := parent.resolve()).is_relative_to(root):
             raise StageError(
                 f"{parent} leads to {target}, and DVC refuses results outside of git's directory: make it a directory; "
                 "CHECKPOINT_ROOT and `dvc cache dir --local DIR` move what is large to another disk"
