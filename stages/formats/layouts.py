@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable
 from typing import Any
 
 from stages.base.names import printable
@@ -12,13 +12,8 @@ from stages.formats.limits import Limits
 from stages.formats.shard import ReadParams
 from stages.splits import suffixes
 
-_MOST_TRIED, _MOST_BELOW = 100, 10
-"""Files that are looked at: of all, and of one suffix below one directory in `raw_dir`."""
-_MOST_RULES = 4
-"""For directories in `raw_dir` with one layout; more get one rule together."""
-
-_Looked = dict[str, tuple[str, dict[str, Any]]]
-"""By their directory, the paths of files that were looked at, and their layouts."""
+_MOST_TRIED = 100
+"""Files that are looked at."""
 
 _MESSAGES: tuple[tuple[set[str], dict[str, Any]], ...] = (
     ({"role", "content"}, {}),
@@ -101,54 +96,34 @@ def find_layouts(params: ReadParams, paths: Iterable[str], limits: Limits) -> st
     """
     from stages.formats import readers  # imports pyarrow
 
-    looked: dict[str, dict[str, _Looked]] = {}  # by suffix, and by the first directory of the path
+    # By suffix and directory: the path of a file, and its layout.
+    looked: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {}
     num_tried = 0
     for path in paths:
         suffix, directory = path[-len(suffixes.ending(path)) :], path.rpartition("/")[0]
-        top = directory.split("/")[0]
-        below = looked.get(suffix, {}).get(top, {})
-        if directory in below or len(below) == _MOST_BELOW:
-            continue
-        if not rules.has_records(path) or rules.find(params.records, path):
+        if directory in looked.get(suffix, ()) or not rules.has_records(path) or rules.find(params.records, path):
             continue
         if num_tried == _MOST_TRIED:
             break
         num_tried += 1
         record = readers.first_record(params.raw_dir, path, params.fallback_encoding, limits)
         layout = propose(record, suffix.lower().startswith((".csv", ".tsv")))
-        looked.setdefault(suffix, {}).setdefault(top, {})[directory] = path, layout
-    found = [
-        (path, _written(files, layout))
-        for suffix, tops in looked.items()
-        for path, files, layout in _files_of(suffix, tops)
-        if layout
-    ]
+        looked.setdefault(suffix, {})[directory] = path, layout
+    found: dict[str, str] = {}
+    for suffix, below in looked.items():
+        path, first = next(iter(below.values()))
+        if all(layout == first for _, layout in below.values()):
+            common = os.path.commonpath(below)
+            is_deep = common or len(below) > 1
+            below = {f"{common}/**".lstrip("/") if is_deep else "": (path, first)}
+        for directory, (path, layout) in below.items():
+            if layout:
+                found[path] = _written(f"{directory}/*{suffix}".lstrip("/"), layout)
     if not found:
         return None
-    named, of_files = (", ".join(each) for each in zip(*found, strict=True))
+    named, of_files = ", ".join(found), ", ".join(found.values())
     remedy = f"add to records: {of_files}" if params.records else f"set records: [{of_files}]"
     return printable(f"each record seems to be one document or conversation in {named}: {remedy}")
-
-
-def _files_of(suffix: str, tops: Mapping[str, _Looked]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Paths that were looked at, the globs that they stand for, and the layouts."""
-    every = [each for below in tops.values() for each in below.values()]
-    if len(tops) > _MOST_RULES and _is_one(every):
-        path, layout = every[0]
-        yield path, f"**/*{suffix}", layout
-        return
-    for below in tops.values():
-        if _is_one(below.values()):
-            path, layout = next(iter(below.values()))
-            common = os.path.commonpath(below)
-            yield path, f"{common}/**/*{suffix}" if common else f"*{suffix}", layout
-        else:
-            yield from ((path, f"{directory}/*{suffix}", layout) for directory, (path, layout) in below.items())
-
-
-def _is_one(looked: Collection[tuple[str, dict[str, Any]]]) -> bool:
-    first, *others = (layout for _, layout in looked)
-    return all(layout == first for layout in others)
 
 
 def _written(files: str, layout: dict[str, Any]) -> str:
