@@ -390,6 +390,11 @@ def test_gpus_that_torch_cannot_use_are_an_error_unless_they_are_hidden(
         monkeypatch.setattr(torch.version, "cuda", version)
         with pytest.raises(StageError, match=rf"this machine has GPUs, but torch .* cannot use a GPU: {remedy}"):
             check_devices(2, tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "99")  # the machine has no such GPU: its driver works
+    wanted = r"^CUDA_VISIBLE_DEVICES is 99, but torch .* cannot use a GPU: check with `nvidia-smi -L`"
+    with pytest.raises(StageError, match=wanted):
+        check_devices(2, tmp_path)
     for hidden in ("", "-1", "NoDevFiles"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         assert check_devices(2, tmp_path) == 0

@@ -104,9 +104,13 @@ def check_devices(num_ranks: int | None, devices: Path = DEVICES) -> int:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         has_gpus = num_devices(devices) > 0
         if visible not in ("", "-1", "NoDevFiles") and (visible or has_gpus):
-            found = "this machine has GPUs" if has_gpus else f"CUDA_VISIBLE_DEVICES is {visible}"
-            has_cuda = torch.version.cuda is not None
-            remedy = "check the driver with `nvidia-smi`" if has_cuda else "install the CUDA build with `make setup`"
+            found = f"CUDA_VISIBLE_DEVICES is {visible}" if visible else "this machine has GPUs"
+            if torch.version.cuda is None:
+                remedy = "install the CUDA build with `make setup`"
+            elif visible:
+                remedy = "check with `nvidia-smi -L` that the driver works and has these GPUs"
+            else:
+                remedy = "check the driver with `nvidia-smi`"
             on_cpu = "to train on the CPU, set the environment variable CUDA_VISIBLE_DEVICES to -1"
             remedies = f"{remedy}; {on_cpu}" if has_gpus else f"{on_cpu}; to train on GPUs, {remedy}"
             raise StageError(f"{found}, but torch {torch.__version__} cannot use a GPU: {remedies}")
