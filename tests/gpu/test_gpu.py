@@ -381,6 +381,8 @@ def test_all_stages_run_on_a_gpu(tmp_path: Path) -> None:
     questions = [{"question": f"Which number follows {number}?", "answer": f"{number + 1}"} for number in range(20)]
     (project / "evals/sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
     tasks = ["evals/sums.yaml"] if HAS_LM_EVAL else []
+    if HAS_LM_EVAL:  # a GPU machine may have no network to install it from
+        (project / packages.directory().parent.name).symlink_to(packages.directory().parent)
     project.set(lora_r=4, lora_base="nf4", precision="bf16", fast_encoder=False, tasks=tasks)
     stages = ["organize", "extract", "deduplicate", "download", "pack", "plan", "launch", "consolidate"]
     for stage in [*stages, "evaluate", "score", "report"]:
