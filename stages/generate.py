@@ -67,12 +67,14 @@ def main() -> None:
         from transformers import TextStreamer
 
         from stages.evaluation import generation
+        from stages.forward.attention import activate_kernels
         from stages.ranks.torch_errors import explain_torch_errors
 
         others = "a GPU with more memory, or the CPU (CUDA_VISIBLE_DEVICES=)"
         other = others if torch.cuda.is_available() else "or a machine with more memory"
         with explain_torch_errors("this process", f"use a smaller --max-new-tokens, a shorter prompt, {other}"):
             model, tokenizer = generation.load(directory)
+            activate_kernels(())  # not cuDNN, as each token has another length
             torch.manual_seed(args.seed)
             streamer = TextStreamer(tokenizer, skip_prompt=args.chat, skip_special_tokens=True)  # such as the EOS
             encoder = chat_encoder(directory, model.generation_config.eos_token_id) if args.chat else None

@@ -19,6 +19,7 @@ from stages import generate
 from stages.base import publish
 from stages.base.errors import StageError
 from stages.evaluation import generation
+from stages.forward.attention import deactivate_kernels
 from stages.tokenizing.encoding import Encoder
 from tests import kinds
 from tests.artifacts import write_model
@@ -49,7 +50,11 @@ def text_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         monkeypatch.setattr(sys, "argv", ["generate", *arguments])
         if stdin is not None:
             monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), "ascii"))  # whatever the locale is
-        generate.main()
+        try:
+            generate.main()
+            assert not torch.backends.cuda.cudnn_sdp_enabled(), "which prepares itself for each length"
+        finally:
+            deactivate_kernels()
         output, errors = capsys.readouterr()
         assert error in errors and ("warning" in errors) == ("warning" in error)
         return output.strip()

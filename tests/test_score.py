@@ -162,10 +162,18 @@ def lm_eval(lm_eval_packages: Path, mesh: object, monkeypatch: pytest.MonkeyPatc
 
 def measure(request: Request, _: int | None = None) -> Measurements:
     """In this process, in place of ranks."""
+    import torch
+
+    from stages.forward.attention import deactivate_kernels
     from stages.ranks.watchdog import Heartbeat
     from stages.scoring.measure import measure
 
-    return measure(request, Heartbeat(), Path(tempfile.mkdtemp(dir=".")))
+    try:
+        found = measure(request, Heartbeat(), Path(tempfile.mkdtemp(dir=".")))
+        assert not torch.backends.cuda.cudnn_sdp_enabled(), "which prepares itself for each length"
+        return found
+    finally:
+        deactivate_kernels()
 
 
 def ask(*names: str, **changes: Any) -> Scores:

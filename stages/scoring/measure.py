@@ -17,6 +17,7 @@ from stages.building import frozen_model
 from stages.evaluation import generation
 from stages.evaluation.request import computed_dtype, weight_bytes
 from stages.evaluation.sharing import must_shard
+from stages.forward.attention import activate_kernels
 from stages.forward.distributed import run_on_rank0
 from stages.model.files import CONFIG, GENERATION_CONFIG
 from stages.ranks.process_group import device_mesh
@@ -53,6 +54,7 @@ def measure(request: Request, heartbeat: Heartbeat, cache: Path, is_sharded: boo
             "task_chat is true, and the model has no chat template: set chat_template, or task_chat: false"
         )
     on_gpu = torch.cuda.is_available()
+    activate_kernels(())  # not cuDNN, as each batch has another length
     dtype = computed_dtype(directory)
     store = reuse.Store(Path(request.store), list[Measured])
     eos_token_id = find_eos(directory)
