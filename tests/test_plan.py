@@ -403,8 +403,13 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_refused(
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
     plan.check_disk(given, saved, plan_of)
     free[0] -= 1
-    with pytest.raises(StageError, match=rf"{expected} checkpoints and the model need .* CHECKPOINT_ROOT to a larger"):
+    message = rf"{expected} checkpoints and the model need .* free some space, or set CHECKPOINT_ROOT to a larger"
+    with pytest.raises(StageError, match=message):  # 2 are the fewest that may be kept
         plan.check_disk(given, saved, plan_of)
+    own_free, free[0] = free[0], 0
+    with pytest.raises(StageError, match="free some space, lower runtime"):
+        plan.check_disk(given, dataclasses.replace(saved, keep_checkpoints=3), plan_of)
+    free[0] = own_free
     own = plan.describe(given).directory / "step-00000002"  # of a launch that this one resumes
     own.mkdir(parents=True)
     (own / "data").write_bytes(b"1")
